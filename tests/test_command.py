@@ -16,6 +16,7 @@ from command_process import BACKENDS, Command, title
 from safetensors.torch import load_file
 from step_metrics import TIMES, read_steps
 from tidemill_trainer.batch_record import BatchRecord
+from tidemill_trainer.cli import DEMO_CONFIG, DEMO_CONFIGS
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.demo import write_assets
@@ -48,8 +49,6 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     assets = write_assets(folder / "assets")
-    from tidemill_trainer.cli import DEMO_CONFIG
-
     return ["train", str(DEMO_CONFIG), *assets, *_SMALL, f"trainer.run_dir={folder / 'runs'}"]
 
 
@@ -124,6 +123,28 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert command.end() == 1
     command.check_one_error(message)
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
+
+
+def test_run_killed_while_it_writes_a_checkpoint_in_the_background_resumes_from_the_previous_one(start, tmp_path):
+    assets = write_assets(tmp_path / "assets", task="sft")
+    args = ["sft", str(DEMO_CONFIGS["sft"]), *assets, f"trainer.run_dir={tmp_path}", "trainer.name=killed"]
+    command = start(*args, "trainer.save_freq=1", "trainer.test_freq=1", "data.train_batch_size=512")
+    folder = tmp_path / "killed" / "checkpoints"
+    command.wait_for(r" s +2 ")
+    processes = [*command.started, command.process]
+    while not (background := list(folder.glob(".partial-step_*/trainer.json"))):
+        assert command.process.poll() is None, command.output
+    for process in processes:
+        process.kill()
+    command.process.wait()
+    [unfinished] = background
+    assert unfinished.exists(), "the checkpoint was complete before the processes were killed"
+    step = int(unfinished.parent.name.rpartition("_")[2])
+    assert f"step_{step:06d}" not in os.listdir(folder)
+    resumed = start("sft", str(folder.parent / "config.toml"), "--resume", after=command)
+    resumed.wait_for(rf"continuing after step {step - 1} ")
+    assert resumed.end() == 0
+    assert not list(folder.glob(".partial-*"))
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ def test_checkpoint_moves_between_shared_and_own_processes(learner, rows, tmp_pa
     shared = learner(*PPO)
     two_steps(shared, rows)
     shared.save_checkpoint(tmp_path / "of_shared")
+    assert shared.finish_checkpoint(waits=True)
     metrics, columns = two_steps(shared, rows)
 
     own = learner(*PPO, "critic.num_workers=2")
@@ -64,6 +65,7 @@ def test_checkpoint_moves_between_shared_and_own_processes(learner, rows, tmp_pa
             torch.testing.assert_close(own_columns[step][name], columns[step][name], rtol=1e-5, atol=1e-5)
 
     own.save_checkpoint(tmp_path / "of_own")
+    assert own.finish_checkpoint(waits=True)
     shared.load_checkpoint(tmp_path / "of_own")
     restored = shared.infer(rows[0])
     for name in COLUMNS:

@@ -305,8 +305,9 @@ class CheckpointConfig:
     """How an engine saves its checkpoints.
 
     Attributes:
-        asynchronous: copy the state to the CPU and write it in the background. The checkpoint appears under its name
-            when it is complete; `finish_checkpoint`, the next save and `close` wait for it and raise its error.
+        asynchronous: copy the state to the CPU and write it in the background, if the memory of every host has room for
+            the copies of its ranks. The checkpoint appears under its name when it is complete; `finish_checkpoint`, the
+            next save and `close` wait for it and raise its error.
         keep_last: number of complete checkpoints to keep in the parent folder; the oldest are removed after a new one
             is on the disk. None keeps all.
 

@@ -35,6 +35,10 @@ class OffloadableTensors:
     def is_offloaded(self) -> bool:
         return self._is_offloaded
 
+    def num_bytes(self) -> int:
+        """Return the size of the tensors on the device, offloaded or not."""
+        return sum(local_part(tensor).nbytes for tensor in self._tensors())
+
     def offload(self) -> None:
         """Copy the tensors to the CPU and free their device memory; do nothing if they are offloaded."""
         if self._is_offloaded:

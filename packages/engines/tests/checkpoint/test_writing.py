@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_cases import SCHEDULE, VOCAB, build_engine, train, weights_of
 from safetensors.torch import load_file
+from tidemill_engines.checkpoint import host_memory
 from tidemill_engines.checkpoint.folder import whole_checkpoints
 from tidemill_testing import run_ranks, tiny_model
 
@@ -75,9 +76,11 @@ def run_in_background(path, folder, background, settings):
     for seed in range(4):
         train(engine, [seed])
         engine.save_checkpoint(folder / f"step_{seed}")
-        # The checkpoint contains the current state, even if the next step runs while it is written.
+        # Both contain the current state, even if the next step runs while they are written.
+        engine.save_hf(folder.parent / f"hf_{background}_{seed}", max_shard_size=200_000, in_background=background)
     train(engine, [9])
     engine.finish_checkpoint()
+    assert not engine.is_saving
     torch.distributed.barrier()
     seen = sorted(file.name for file in folder.iterdir())
     engine.load_checkpoint(folder / "step_3")
@@ -101,6 +104,25 @@ def test_background_checkpoint_is_a_snapshot_and_keep_last_removes_older(tmp_pat
         for plain, of_background in zip(weights, weights_behind, strict=True):
             assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
     assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
+    for seed in range(4):
+        files, in_background = (sorted((tmp_path / f"hf_{kind}_{seed}").iterdir()) for kind in (False, True))
+        assert sum(file.suffix == ".safetensors" for file in files) > 1
+        assert [file.read_bytes() for file in in_background] == [file.read_bytes() for file in files]
+
+
+def run_without_room(path, folder):
+    engine = build_engine(path, checkpoint={"asynchronous": True})
+    host_memory._USED_SHARE = 0.0
+    engine.save_checkpoint(folder / "one")
+    engine.save_hf(folder / "hf", in_background=True)
+    saved = sorted(file.name for file in folder.iterdir()), engine.is_saving
+    engine.close()
+    return saved
+
+
+def test_without_host_memory_for_copies_the_save_is_complete_on_return(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    assert run_ranks(run_without_room, 2, path, tmp_path / "saved") == [(["hf", "one"], False)] * 2
 
 
 def run_phases(path, folder):

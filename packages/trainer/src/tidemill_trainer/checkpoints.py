@@ -4,7 +4,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = 1
@@ -59,15 +60,21 @@ class Checkpoints:
         partial = self._partial(step)
         for leftover in self._folder.glob(".partial-*"):  # of a run that was killed while saving
             shutil.rmtree(leftover)
-        try:
+        with self.removed_on_error(step):
             partial.mkdir(parents=True)
             write(partial)
             with (partial / _STATE).open("w") as state:
                 json.dump({"format": FORMAT, "step": step}, state)
                 state.flush()
                 os.fsync(state.fileno())
+
+    @contextmanager
+    def removed_on_error(self, step: int) -> Iterator[None]:
+        """Remove the prepared checkpoint of `step` if the block raises an error, which becomes a CheckpointError."""
+        try:
+            yield
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(self._partial(step), ignore_errors=True)
             raise CheckpointError(f"cannot save {self.path(step)}: {_first_line(error)}; {self._newest()}") from error
 
     def commit(self, step: int) -> Path:

@@ -208,6 +208,10 @@ class Learner:
         self._groups.save_checkpoint(str(folder.resolve()))
         (folder / _KL_STATE).write_text(json.dumps(self._kl.state_dict()))
 
+    def finish_checkpoint(self, waits: bool) -> bool:
+        """Return whether all workers have written their files of a checkpoint, after waiting for them if `waits`."""
+        return self._groups.finish_checkpoint(waits=waits)
+
     def hash_weights(self) -> dict[str, list[str]]:
         """Return the hash of the weights of policy ("engine") and critic for each rank; see `weight_hash`."""
         return self._groups.hash_weights()

@@ -55,6 +55,10 @@ class RoleGroups:
         for group in self._trained():
             group.save_checkpoint(folder)
 
+    def finish_checkpoint(self, *, waits: bool) -> bool:
+        """Return whether all ranks have written what `save_checkpoint` and `save_hf` save, after a wait if `waits`."""
+        return all(all(group.finish_checkpoint(waits=waits)) for group in self._trained())
+
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` saved, in any groups."""
         for group in self._trained():

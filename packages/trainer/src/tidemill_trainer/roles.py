@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tidemill_engines import BaseEngine, EngineRegistry
-from tidemill_engines.config import ModelConfig, OptimizerConfig
+from tidemill_engines.config import CheckpointConfig, ModelConfig, OptimizerConfig
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import CriticConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
@@ -35,6 +35,7 @@ def build_policy(config: RunConfig) -> BaseEngine:
         model=config.model,
         engine=config.policy_engine(),
         optimizer=config.optimizer,
+        checkpoint=CheckpointConfig(asynchronous=config.trainer.async_save),
     )
 
 
@@ -52,6 +53,7 @@ def build_role(config: Config, role: Role, initial_policy: str) -> BaseEngine:
         model=model_of(config, role, initial_policy),
         engine=replace(config.engine, param_offload=_section(config, role).param_offload),
         optimizer=optimizer_of(config, role),
+        checkpoint=CheckpointConfig(asynchronous=config.trainer.async_save),
     )
 
 

@@ -64,6 +64,8 @@ class BaseTrainerConfig:
         test_freq: validate every `test_freq` steps; 0 validates only after the last step.
         save_freq: save a checkpoint every `save_freq` steps, after the warm-up and after the last step; 0 saves only
             the last two, so an interrupted run loses all its steps; -1 saves nothing.
+        async_save: copy what a checkpoint contains to the memory of the hosts, if it has room, and write it while the
+            run continues. The checkpoint counts once it is complete; the next one and the end of the run wait for it.
         max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
         max_restarts: how often the run resumes from its newest checkpoint, or from the beginning, after a training
             worker or its node died.
@@ -81,6 +83,7 @@ class BaseTrainerConfig:
     logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     test_freq: CountOrZero = 10
     save_freq: CountOrNone = 0
+    async_save: bool = True
     max_ckpt_to_keep: Count = 2
     max_restarts: CountOrZero = 0
     seed: Seed = 0

@@ -206,6 +206,7 @@ _MAY_CHANGE = frozenset(
             for key in ("max_ckpt_to_keep", "save_samples", "save_batches", "ray_address", "project_name", "logger")
         ),
         "trainer.max_restarts",
+        "trainer.async_save",
         "placement.engines",
         *("trainer.nnodes", "rollout.num_engines"),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),

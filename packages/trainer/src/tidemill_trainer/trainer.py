@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidemill_trainer.batch_record import BatchRecord, RecordedStep
+from tidemill_trainer.checkpoint_saver import CheckpointSaver
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
@@ -79,6 +80,7 @@ class Trainer:
         self._run = run
         self._record = BatchRecord(run.batches)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
+        self._saver = CheckpointSaver(self._checkpoints, self._learner.finish_checkpoint, self._waits)
         self._progress = progress
         self._has_reward_model = config.reward_model.path is not None
         self._accuracy_before: float | None = None
@@ -86,8 +88,12 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train until `total_steps`, or until the held-out accuracy reaches `stop_at_accuracy`."""
+        with self._saver:
+            return self._fit(self._restore_or_begin())
+
+    def _fit(self, step: int) -> Result:
+        """Train after `step`."""
         config = self._config.trainer
-        step = self._restore_or_begin()
         while step < config.total_steps and not self._reached(config.stop_at_accuracy):
             step += 1
             timing = Timing(self._waits)
@@ -95,6 +101,7 @@ class Trainer:
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
                     self._engines.release()
+                    self._saver.commit()
                 starts = self._engines.num_restarts + self._engines.num_added
                 trained = self._training.run(step, episodes, timing, num_engine_restarts=starts)
                 if config.save_batches:
@@ -110,13 +117,11 @@ class Trainer:
                     with timing("testing"):
                         metrics |= self._validate()
                 ends = is_last or self._reached(config.stop_at_accuracy)
-                is_saved = is_due(step, config.save_freq) or (ends and config.save_freq >= 0)
-                if is_saved:
+                if is_due(step, config.save_freq) or (ends and config.save_freq >= 0):
                     with timing("save_checkpoint"):
-                        self._checkpoints.prepare(step, self._write_checkpoint)
+                        self._saver.save(step, self._write_checkpoint)
             self._log(step, metrics, trained, timing)
-            if is_saved:  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
-                self._checkpoints.commit(step)
+            self._saver.commit()  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
         return Result(steps=step, accuracy_before=self._accuracy_before, accuracy=self._accuracy)
 
     def _restore_or_begin(self) -> int:
@@ -149,7 +154,7 @@ class Trainer:
             self._learner.init_roles(self._run.initial_policy, is_resumed=False)
         if self._config.warmup.max_steps > 0 and self._config.trainer.save_freq >= 0:
             with self._waits("save_checkpoint"):
-                self._checkpoints.save(0, self._write_checkpoint)
+                self._saver.save(0, self._write_checkpoint)
         with self._waits("update_weights"):
             self._engines.update_weights(0)
         if self._config.warmup.max_steps == 0 and self._config.trainer.val_before_train:
@@ -198,7 +203,8 @@ class Trainer:
     def _write_checkpoint(self, folder: Path) -> None:
         self._engines.release()
         self._learner.save_checkpoint(folder)
-        self._actor.save_hf(str(folder.resolve() / "huggingface"))
+        in_background = self._config.trainer.async_save
+        self._actor.save_hf(str(folder.resolve() / "huggingface"), in_background=in_background)
         self._rollouts.save(folder / _IN_FLIGHT)
 
     def _reached(self, accuracy: float | None) -> bool:

@@ -69,9 +69,26 @@ class TrainingWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Save the state of each model that is trained to a subfolder of `folder`."""
+        """Save the state of each model that is trained to a subfolder of `folder`.
+
+        With `trainer.async_save`, the state is copied and written in the background.
+        """
         for name, engine in self._trained().items():
             engine.save_checkpoint(f"{folder}/{name}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self, *, waits: bool) -> bool:
+        """Return whether nothing is written in the background, after waiting for it if `waits`.
+
+        Raises:
+            OSError: a write failed.
+        """
+        engines = self._trained().values()
+        if not waits and any(engine.is_saving for engine in engines):
+            return False
+        for engine in engines:
+            engine.finish_checkpoint()
+        return True
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from tidemill_engines.base.lifecycle import ConfigT, EngineLifecycle
 from tidemill_engines.checkpoint.folder import Progress, read_progress
+from tidemill_engines.checkpoint.host_memory import copies_fit
 from tidemill_engines.config import Dtype
-from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, gathered, shard_bytes, start_export, write_weights
 from tidemill_engines.hf_weights.shard import WeightShard
 
 
@@ -73,7 +74,12 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         raise ValueError(f"{type(self).__name__} trains no adapter; save all weights with save_hf() instead of {path}")
 
     def save_hf(
-        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
+        self,
+        path: str | Path,
+        dtype: Dtype | None = None,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        in_background: bool = False,
     ) -> None:
         """Write the model to `path` in Hugging Face format, with the tokenizer files of `ModelConfig.path`. Collective.
 
@@ -81,6 +87,8 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
             dtype: dtype of the weights, as in `get_per_tensor_param`.
             max_shard_size: maximum size of a safetensors file, and of its memory while it is written: bytes, or a text
                 such as "5GB". Several files have an index.
+            in_background: copy the weights to the memory of the first rank's host, if it has room for all of them, and
+                write them there after what is being saved already; `finish_checkpoint` waits.
 
         Raises:
             ValueError: `max_shard_size` is not a size.
@@ -90,7 +98,15 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         saved_as = self.engine_config.weight_dtype(self.model_config) if dtype is None else dtype
         start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
         sizes_bytes = self._exported_bytes(dtype)
-        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
+        weights = self.get_per_tensor_param(dtype)
+        held_bytes = sum(size for _, size in sizes_bytes) if dist.get_rank(group) == 0 else 0
+        if not (in_background and copies_fit(held_bytes, group)):
+            write_weights(weights, sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
+            return
+        held, group = gathered(weights, group), self.groups.checkpoint
+        self._saver.start(
+            lambda: write_weights(iter(held), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
+        )
 
     @abstractmethod
     def export_config(self) -> PretrainedConfig:
@@ -108,24 +124,34 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         Raises:
             OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed.
         """
-        self._saver.finish()
+        self._saver.finish()  # before its state is copied, so that at most one copy exists
         progress = Progress(
             step=self.step,
             skipped_steps=self.skipped_steps,
             world_size=dist.get_world_size(),
             has_optimizer=self.optimizer_config is not None,
         )
-        asynchronous = self.checkpoint_config.asynchronous
+        group = self.groups.checkpoint
         with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
-            state = self._collect_state(copied=asynchronous)
-            group = self.groups.checkpoint
-            self._saver.run(lambda: self._write_state(Path(path), state, progress, group), asynchronous=asynchronous)
+            parts = self._offloadable()
+            num_bytes = sum(parts[kind].num_bytes() for kind in ("params", "optimizer"))
+            in_background = self.checkpoint_config.asynchronous and copies_fit(num_bytes, self.groups.control)
+            state = self._collect_state(copied=in_background)
+            if not in_background:
+                self._write_state(Path(path), state, progress, group)
+                return
+        self._saver.start(lambda: self._write_state(Path(path), state, progress, group))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank writes in the background; `finish_checkpoint` then waits."""
+        return self._saver.is_saving
 
     def finish_checkpoint(self) -> None:
-        """Wait until a checkpoint that is saved in the background is complete.
+        """Wait until what is saved in the background is complete.
 
         Raises:
-            OSError: the checkpoint could not be saved; raised on every rank.
+            OSError: a write failed; raised on every rank.
         """
         self._saver.finish()
 

@@ -1,34 +1,36 @@
-"""Save checkpoints in a background thread, one at a time."""
+"""Save checkpoints in a background thread, one after the other."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Saver:
-    """Run a save now or in the background; `finish` or the next call raises the error of a background save."""
+    """Run saves in the background, in their order; `finish` and `close` wait for them and raise their first error."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: list[Future[None]] = []
 
-    def run(self, save: Callable[[], None], *, asynchronous: bool) -> None:
-        """Wait for the previous save, then run `save`, in the background if `asynchronous`."""
-        self.finish()
-        if not asynchronous:
-            save()
-            return
+    def start(self, save: Callable[[], None]) -> None:
+        """Run `save` in the background, after those that were started before."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="tidemill-checkpoint")
-        self._pending = self._executor.submit(save)
+        self._pending.append(self._executor.submit(save))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background runs or waits."""
+        return not all(each.done() for each in self._pending)
 
     def finish(self) -> None:
-        """Wait for the save in the background and raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Wait for the saves in the background and raise their first error."""
+        pending, self._pending = self._pending, []
+        wait(pending)
+        for each in pending:
+            each.result()
 
     def close(self) -> None:
-        """Wait for the save in the background and stop the thread."""
+        """Wait for the saves in the background and stop the thread."""
         try:
             self.finish()
         finally:

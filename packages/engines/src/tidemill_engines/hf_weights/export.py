@@ -129,6 +129,16 @@ def write_weights(
             (path / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def gathered(weights: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[tuple[str, torch.Tensor]]:
+    """All-gather weights into copies on the CPU of the first rank; others have empty tensors. Collective."""
+    is_writer = dist.get_rank(group) == 0
+    held = []
+    for name, weight in weights:
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        held.append((name, full.to("cpu", copy=True) if is_writer else torch.empty(0)))
+    return held
+
+
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     try:
         save_file(tensors, file, metadata={"format": "pt"})

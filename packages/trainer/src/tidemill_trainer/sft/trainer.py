@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_trainer.checkpoint_saver import CheckpointSaver
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.metrics import performance_metrics
 from tidemill_trainer.progress import Progress
@@ -55,13 +56,19 @@ class SFTTrainer:
             self._val = None if inputs.val is None else self._objective.prepare(inputs.val)
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
+        self._saver = CheckpointSaver(self._checkpoints, self._is_written, self._waits)
         self._progress = progress
 
     def fit(self) -> SFTResult:
         """Train for `total_epochs`."""
+        with self._saver:
+            return self._fit(self._restore_or_begin())
+
+    def _fit(self, done: int) -> SFTResult:
+        """Train after step `done`."""
         config = self._config.trainer
         total = self._batches.num_steps
-        for step in range(self._restore_or_begin() + 1, total + 1):
+        for step in range(done + 1, total + 1):
             timing = Timing(self._waits)
             with timing("step"):
                 with timing("update_actor"):
@@ -70,13 +77,11 @@ class SFTTrainer:
                 if step == total or is_due(step, config.test_freq):
                     with timing("testing"):
                         metrics |= self._validate()
-                is_saved = is_due(step, config.save_freq) or (step == total and config.save_freq >= 0)
-                if is_saved:
+                if is_due(step, config.save_freq) or (step == total and config.save_freq >= 0):
                     with timing("save_checkpoint"):
-                        self._checkpoints.prepare(step, self._write_checkpoint)
+                        self._saver.save(step, self._write_checkpoint)
             self._log(step, metrics | timing.metrics())
-            if is_saved:  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
-                self._checkpoints.commit(step)
+            self._saver.commit()  # after the metrics are written, so that metrics.jsonl has every step of a checkpoint
         losses = [row["val/loss"] for row in self._run.read_metrics() if "val/loss" in row]
         return SFTResult(steps=total, loss_before=losses[0] if losses else None, loss=losses[-1] if losses else None)
 
@@ -118,7 +123,11 @@ class SFTTrainer:
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._workers.save_checkpoint(str(folder.resolve()))
-        self._workers.save_hf(str(folder.resolve() / "huggingface"))
+        in_background = self._config.trainer.async_save
+        self._workers.save_hf(str(folder.resolve() / "huggingface"), in_background=in_background)
+
+    def _is_written(self, waits: bool) -> bool:
+        return all(self._workers.finish_checkpoint(waits=waits))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.append_metrics({"step": step} | dict(metrics))

@@ -1,0 +1,37 @@
+"""Memory of the hosts for copies of what is saved."""
+
+import socket
+from collections import Counter
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tidemill_engines.distributed.agreement import all_gather
+
+_USED_SHARE = 0.8  # of the available memory; the rest is left to what else grows while a copy exists
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def copies_fit(num_bytes: int, group: dist.ProcessGroup) -> bool:
+    """Return on all ranks whether each host has memory for the copies of its ranks. Collective.
+
+    Args:
+        num_bytes: size of this rank's copy.
+    """
+    ranks = all_gather((socket.gethostname(), num_bytes, available_bytes()), group)
+    needed: Counter[str] = Counter()
+    for host, size, _ in ranks:
+        needed[host] += size
+    return all(needed[host] <= _USED_SHARE * available for host, _, available in ranks)
+
+
+def available_bytes(memory_info: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Return the memory that processes can still allocate here, within the limit of a container, if it has one."""
+    lines = dict(line.split(":", 1) for line in memory_info.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) << 10
+    limit = cgroup / "memory.max"  # cgroup v2; "max" where there is no limit
+    if limit.is_file() and (maximum := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+        available = min(available, int(maximum) - used)
+    return available

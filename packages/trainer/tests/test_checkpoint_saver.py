@@ -1,0 +1,106 @@
+"""Checkpoints whose files are written while the run continues."""
+
+from contextlib import nullcontext
+
+import pytest
+from tidemill_dispatch import WorkerError
+from tidemill_trainer.checkpoint_saver import CheckpointSaver
+from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
+from tidemill_trainer.stalls.report import StallError
+from tidemill_trainer.waits import Wait, Waits
+
+
+class Workers:
+    """Workers that write in the background until `is_done`, or fail."""
+
+    def __init__(self):
+        self.is_done = False
+        self.error = None
+        self.num_waits = 0
+
+    def is_written(self, waits):
+        if self.error is not None:
+            raise self.error
+        self.num_waits += waits
+        self.is_done |= waits
+        return self.is_done
+
+
+@pytest.fixture
+def workers():
+    return Workers()
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, max_to_keep=1)
+
+
+@pytest.fixture
+def saver(checkpoints, workers):
+    waits = Waits({"save_checkpoint": Wait(name="the checkpoint", on="the workers")})
+    return CheckpointSaver(checkpoints, workers.is_written, waits)
+
+
+def write(folder):
+    (folder / "weights").write_text("new")
+
+
+def test_checkpoint_counts_and_replaces_older_ones_only_after_it_is_written(saver, workers, checkpoints):
+    checkpoints.save(1, write)
+    saver.save(2, write)
+    saver.commit()
+    assert checkpoints.steps() == [1]
+    workers.is_done = True
+    saver.commit()
+    assert checkpoints.steps() == [2]
+    assert workers.num_waits == 0
+
+
+def test_next_save_waits_for_the_previous_one(saver, workers, checkpoints):
+    saver.save(1, write)
+    saver.save(2, write)
+    assert workers.num_waits == 1
+    assert checkpoints.steps() == [1]
+
+
+def test_failed_write_keeps_the_previous_checkpoint(saver, workers, checkpoints, tmp_path):
+    checkpoints.save(1, write)
+    saver.save(2, write)
+    workers.error = OSError("no space left")
+    with pytest.raises(CheckpointError, match=r"cannot save .*step_000002: no space left; the newest .*step_000001"):
+        saver.commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def _worker_error(**more):
+    return WorkerError(
+        group="actor",
+        rank=0,
+        host="node:1",
+        method="update_actor",
+        error_type="OutOfMemoryError",
+        error_message="full",
+        remote_traceback="",
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "steps"),
+    [
+        (None, [1]),
+        (ValueError("of the driver"), [1]),
+        (_worker_error(), [1]),
+        (_worker_error(still_running=(1,)), []),
+        (StallError("no progress"), []),
+        (KeyboardInterrupt(), []),
+    ],
+)
+def test_end_of_the_run_waits_unless_workers_may_never_answer(saver, workers, checkpoints, error, steps):
+    with nullcontext() if error is None else pytest.raises(type(error)), saver:
+        saver.save(1, write)
+        if error is not None:
+            raise error
+    assert checkpoints.steps() == steps
+    assert workers.num_waits == len(steps)
