@@ -43,6 +43,16 @@ _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
+_FULL_LOSS = """
+from pathlib import Path
+import torch
+from tidemill_algorithms.losses import vanilla
+
+def full(log_probs, batch):
+    if (Path(__file__).parent / "is_full").exists():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return vanilla(log_probs, batch)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +155,28 @@ def test_run_killed_while_it_writes_a_checkpoint_in_the_background_resumes_from_
     resumed.wait_for(rf"continuing after step {step - 1} ")
     assert resumed.end() == 0
     assert not list(folder.glob(".partial-*"))
+
+
+def test_run_out_of_memory_names_phase_and_key_and_resumes_with_that_key(start, recipe):
+    folder = _run_dir(recipe).parent
+    (folder / "full_loss.py").write_text(_FULL_LOSS)
+    loss = f"algorithm.policy_loss={folder / 'full_loss.py'}:full"
+    command = start(*recipe, loss, "trainer.name=full", "trainer.save_freq=1", "trainer.total_steps=500")
+    command.wait_for(r"rl +3 ")
+    (folder / "is_full").touch()
+    assert command.end() == 1
+    command.check_one_error(r"out of memory in the update of the policy, on rank [01] .* Tried to allocate 2\.00 GiB")
+    key = "engine.max_token_len_per_gpu"
+    assert f"lower {key}, or set model.gradient_checkpointing=true" in command.output
+    done = max(read_steps(folder / "runs" / "full"))
+    again = re.search(r"Continue from the checkpoint of step (\d+) with: tidemill (.*) --resume", command.output)
+    assert again is not None
+    assert int(again[1]) == done  # also if it was still written when the memory was full
+    (folder / "is_full").unlink()
+    more = [f"{key}=2048", "model.gradient_checkpointing=true", f"trainer.total_steps={done + 1}", "--resume"]
+    resumed = start(*again[2].split(), *more)
+    resumed.wait_for(rf"continuing after step {done} ")
+    assert resumed.end() == 0
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tidemill_trainer.gpus import (
     shares_gpus,
     training_gpus,
 )
+from tidemill_trainer.out_of_memory import check_device_memory
 from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import (
@@ -101,6 +102,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            check_device_memory(error, self._config, self._run.logs)
             check_trainers(error, self._groups)
         finally:
             self.close()

@@ -26,6 +26,7 @@ from tidemill_trainer.inputs import Inputs, load_inputs
 from tidemill_trainer.loggers import open_loggers
 from tidemill_trainer.logs import tail
 from tidemill_trainer.mismatch import MismatchError
+from tidemill_trainer.out_of_memory import DeviceMemoryError
 from tidemill_trainer.preflight import check_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.report import write_report
@@ -37,7 +38,7 @@ from tidemill_trainer.stalls.report import StallError
 
 _INPUT_ERRORS = (ConfigError, DataError, CheckpointError)
 _STOPPING_ERRORS = (EpisodeError, MismatchError)
-_DESCRIBED_ERRORS = (WorkerError, WorkerDiedError, CallTimeoutError, StallError)
+_DESCRIBED_ERRORS = (DeviceMemoryError, WorkerError, WorkerDiedError, CallTimeoutError, StallError)
 
 
 def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:

@@ -44,14 +44,19 @@ def problems(devices: list[Device], device_bytes: float | None, *, tolerance: fl
         fullest: Phase = max(PHASES, key=device.total)
         if device.total(fullest) <= tolerance * device_bytes:
             continue
-        largest = sorted(device.phases[fullest], key=lambda part: -part.num_bytes)[:3]
-        held = ", ".join(f"{part.role} {part.kind} {part.num_bytes / GIB:.1f} GiB" for part in largest)
+        held, keys = largest_parts(device, fullest)
         found.append(
             f"{fullest} requires {device.total(fullest) / GIB:.1f} GiB on each device of {device.name}, which has "
-            f"{device_bytes / GIB:.1f} GiB; most of it is {held}; "
-            + "; ".join(dict.fromkeys([*device.advice, *(part.advice for part in largest)]))
+            f"{device_bytes / GIB:.1f} GiB; most of it is {held}; {keys}"
         )
     return found
+
+
+def largest_parts(device: Device, phase: Phase) -> tuple[str, str]:
+    """Return what holds most of the memory of a device in a phase, and the keys that reduce it."""
+    largest = sorted(device.phases[phase], key=lambda part: -part.num_bytes)[:3]
+    held = ", ".join(f"{part.role} {part.kind} {part.num_bytes / GIB:.1f} GiB" for part in largest)
+    return held, "; ".join(dict.fromkeys([*device.advice, *(part.advice for part in largest)]))
 
 
 def as_json(steps: Steps, devices: list[Device], moved: dict[str, float], found: list[str]) -> dict[str, Any]:

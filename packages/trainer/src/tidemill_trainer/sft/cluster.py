@@ -12,6 +12,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayWorkerGroup
 from tidemill_trainer.doctor.machine import check_cluster, enforce
 from tidemill_trainer.doctor.room import check_room, demands
 from tidemill_trainer.gpus import check_gpus, on_gpu, training_gpus
+from tidemill_trainer.out_of_memory import check_device_memory
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.ray_session import (
     check_trainers,
@@ -74,6 +75,7 @@ class SFTCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            check_device_memory(error, self._config, self._run.logs)
             check_trainers(error, [*self.groups.values()])
         finally:
             self.close()
