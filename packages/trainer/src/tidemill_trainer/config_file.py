@@ -17,6 +17,7 @@ from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, section_in
+from tidemill_trainer.doctor.facts import read_gpus
 from tidemill_trainer.gpu_defaults import gpu_defaults
 from tidemill_trainer.run_config import RunConfig
 
@@ -66,7 +67,14 @@ def read_config(
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     sections = {field.name for field in dataclasses.fields(kind)}
     _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
-    return _with_paths(parse_config(kind, data), os.path.expanduser)
+    config = _with_paths(parse_config(kind, data), os.path.expanduser)
+    if isinstance(config, Config) and has_gpu and config.engine.device != "cpu" and (gpus := read_gpus()):
+        from tidemill_trainer.plan.micro_batches import with_micro_batches  # imports transformers
+
+        open_keys = {"max_token_len_per_gpu", "reshard_after_forward"} - data.get("engine", {}).keys()
+        num_gpus = float(torch.cuda.device_count() * config.trainer.nnodes)
+        config = with_micro_batches(config, open_keys, num_gpus, min(gpu.free_bytes for gpu in gpus))
+    return config
 
 
 def parse_config(kind: type[ConfigT], data: dict[str, Any]) -> ConfigT:

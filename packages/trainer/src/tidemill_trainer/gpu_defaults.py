@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill_engines import FSDP2Config
+
 if TYPE_CHECKING:
     from tidemill_trainer.config import Config
 
@@ -22,6 +24,8 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
     | `model.compile_layers` | true for FSDP2 and a dense language model without adapters |
     | `rollout.deterministic` | false |
     | `rollout.mem_fraction_static` | 0.8, or 0.5 if an engine shares its GPU at the same time |
+
+    Those of the micro-batches depend on the memory of the GPUs, see `plan/micro_batches.py`.
 
     Args:
         data: the configuration, as nested dicts.
@@ -47,7 +51,9 @@ def in_one_line(config: "Config") -> str:
     """Return what decides the speed of a run on GPUs, for its first line."""
     engine, rollout = config.engine, config.rollout
     parts = [f"engines {'in turns with' if config.placement.engines == 'turns' else 'beside'} the training workers"]
-    parts.append(f"{engine.backend} in {engine.param_dtype}" + (", compiled" if config.model.compile_layers else ""))
+    backend = f"{engine.backend} in {engine.param_dtype}" + (", compiled" if config.model.compile_layers else "")
+    is_kept = isinstance(engine, FSDP2Config) and not engine.reshard_after_forward
+    parts.append(backend + (", gathered weights kept" if is_kept else ""))
     parts.append(f"micro-batches of {engine.max_token_len_per_gpu} tokens")
     parts.append(f"KV pool and weights {rollout.mem_fraction_static:.0%} of a GPU")
     parts += ["deterministic inference"] * rollout.deterministic

@@ -82,7 +82,7 @@ def read_facts(address: str | None, model: str | None, leftovers: tuple[str, ...
         num_cpus=len(os.sched_getaffinity(0)),
         shared_memory_bytes=_size(Path("/dev/shm")),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=_gpus(),
+        gpus=read_gpus(),
         leftovers=leftovers,
     )
 
@@ -146,7 +146,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _gpus() -> tuple[GPU, ...]:
+def read_gpus() -> tuple[GPU, ...]:
     """Return the GPUs as nvidia-smi reports them; none where it is not installed or finds no driver."""
     if shutil.which("nvidia-smi") is None:
         return ()
