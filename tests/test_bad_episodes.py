@@ -122,6 +122,37 @@ def test_parts_that_wait_while_the_driver_is_busy_are_received(cluster, make_con
     assert sum(len(part.summaries) for part in parts) == 1
 
 
+_DIES_WHILE_LOADED = """
+import os, pathlib
+try:
+    (pathlib.Path(__file__).parent / "victim").unlink()
+except FileNotFoundError:
+    pass
+else:
+    os._exit(3)
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+"""
+
+
+def test_worker_that_dies_while_it_loads_user_functions_is_replaced(cluster, make_config, tmp_path):
+    (tmp_path / "reward.py").write_text(_DIES_WHILE_LOADED)
+    (tmp_path / "victim").touch()
+    before = list(cluster.episodes.workers)
+    cluster.episodes.load(make_config(f"reward.function={tmp_path / 'reward.py'}:score"))
+    pairs = zip(before, cluster.episodes.workers, strict=True)
+    assert sum(worker is not earlier for earlier, worker in pairs) == 1
+    assert not (tmp_path / "victim").exists()
+
+
+def test_workers_that_always_die_while_they_load_user_functions_are_an_error(cluster, make_config, tmp_path):
+    (tmp_path / "reward.py").write_text("import os\nos._exit(3)")
+    with pytest.raises(RuntimeError, match=r"died in each of 3 attempts to load the user's functions; see .*episodes_"):
+        cluster.episodes.load(make_config(f"reward.function={tmp_path / 'reward.py'}:score"))
+    cluster.episodes.load(make_config())
+
+
 @pytest.mark.slow
 def test_gigabytes_of_output_fill_no_memory_and_affect_no_other(cluster, make_config, tmp_path):
     kinds = ["fine", "prints", "command prints", "fine"]

@@ -24,6 +24,7 @@ from tidemill_trainer.stalls.watch import Watch
 
 _START_S = 300.0
 _BLOCKED_S = 60.0
+_MAX_LOADS = 3
 _GIL_HOLDER = re.compile(r'\(active\+gil\): "([^"]*)"')
 
 
@@ -105,7 +106,7 @@ class EpisodePool:
         self._config = config
         if not is_connected:
             self._engines.serve(self.workers)
-        self._load(self.workers)
+        self._load(range(len(self.workers)))
 
     def start(self, tasks: Sequence[EpisodeTask], *, greedy: bool, finished: Episodes | None = None) -> Running:
         """Start episodes, at the same time as those that run already.
@@ -193,17 +194,27 @@ class EpisodePool:
         worker = ray.remote(EpisodeWorker).options(**options)
         return worker.remote(number, self._engines.numbers(), self._log_dir)
 
-    def _load(self, workers: Sequence[Any]) -> None:
-        try:
-            ray.get([worker.load.remote(self._config) for worker in workers], timeout=_START_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                raise error.cause from None
-            raise
-        except RayActorError as error:
-            raise RuntimeError(
-                f"an episode worker died while it loaded the user's functions; see {self._log_dir}/episodes_*.log"
-            ) from error
+    def _load(self, numbers: Sequence[int]) -> None:
+        """Load the user's functions in workers. One that dies meanwhile, such as with its node, is replaced.
+
+        Raises:
+            ConfigError: a function cannot be loaded.
+            RuntimeError: workers died in each of the attempts.
+        """
+        for _ in range(_MAX_LOADS):
+            calls = {number: self.workers[number].load.remote(self._config) for number in numbers}
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_START_S)
+            numbers = [number for number, call in calls.items() if not _loaded(call)]
+            for number in numbers:
+                log = f"{self._log_dir}/episodes_{number}.log"
+                self._progress.warn(f"episode worker {number} died while it loaded the user's functions; see {log}")
+                self._replace(number)
+            if not numbers:
+                return
+        raise RuntimeError(
+            f"episode workers died in each of {_MAX_LOADS} attempts to load the user's functions; see "
+            f"{self._log_dir}/episodes_*.log"
+        )
 
     def _ready(self, running: Mapping[Any, _Batch]) -> list[Any]:
         """Wait for a part and return the streams that have one, or whose worker is gone or blocked."""
@@ -253,9 +264,12 @@ class EpisodePool:
         if self.workers[batch.worker] is not batch.actor:
             return
         ray.kill(self.workers[batch.worker])
-        worker = self.workers[batch.worker] = self._start(batch.worker)
+        self._replace(batch.worker)
+        self._load([batch.worker])
+
+    def _replace(self, number: int) -> None:
+        worker = self.workers[number] = self._start(number)
         self._engines.serve([worker])
-        self._load([worker])
 
     def _repeated(
         self, batch: _Batch, reason: str, crashes: dict[int, list[Failure]], parts: list[EpisodePart]
@@ -277,6 +291,19 @@ class EpisodePool:
         summary = EpisodeSummary(task=task, outcome=outcome, failures=failures)
         parts.append(EpisodePart(rows=None, summaries=[summary], num_generated=0))
         return []
+
+
+def _loaded(call: Any) -> bool:
+    """Return whether a worker has loaded the user's functions; False: it died."""
+    try:
+        ray.get(call, timeout=0)
+    except RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise error.cause from None
+        raise
+    except RayActorError:
+        return False
+    return True
 
 
 def _joined(parts: Sequence[EpisodePart], num_restarts: int, num_lost: int) -> Episodes:
