@@ -1,8 +1,9 @@
 """The models of the training processes, with real Ray actors and engines."""
 
+import numpy as np
 import pytest
 import torch
-from tidemill_dataproto import ragged
+from tidemill_dataproto import DataProto, ragged
 from tidemill_testing import tiny_reward_model
 from transformers import AutoModelForSequenceClassification
 
@@ -42,6 +43,41 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
     restored = made.infer(trained)
     for name in ("old_log_probs", "values", "ref_log_prob"):
         assert torch.equal(ragged.values(restored[name]), ragged.values(after[name])), name
+
+
+def _rows_of(length, count=16):
+    """Rows with prompts of 6 tokens and responses that fill them up to `length` tokens, and their episodes."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = {"prompts": [6] * count, "responses": [length - 6] * count}
+    columns = {
+        name: ragged.ragged(torch.randint(3, 15, (sum(each),), generator=generator), each)
+        for name, each in sizes.items()
+    }
+    columns |= {
+        "input_ids": ragged.concat_rows(columns["prompts"], columns["responses"]),
+        "response_mask": ragged.like(torch.ones(sum(sizes["responses"])), columns["responses"]),
+        "episode": torch.arange(count),
+    }
+    uid = np.array([f"{number // 4}" for number in range(count)], dtype=object)
+    rewards = torch.rand(count, generator=generator)
+    episodes = DataProto.from_dict({"episode": torch.arange(count), "rewards": rewards}, {"uid": uid})
+    return DataProto.from_dict(columns), episodes
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_rows_at_the_limit_in_one_step_and_of_10_tokens_in_the_next(learner, backend):
+    limit = 64  # also the tokens of a micro-batch, so each of the long rows is one
+    sizes = [f"engine.max_token_len_per_gpu={limit}", f"rollout.response_length={limit - 16}", "actor.ppo_epochs=2"]
+    made = learner(f"engine.backend={backend}", *sizes)
+    long, short = _rows_of(limit), _rows_of(10)
+    before = made.infer(short[0])["old_log_probs"]
+    made.infer(long[0])
+    assert torch.equal(ragged.values(made.infer(short[0])["old_log_probs"]), ragged.values(before))
+    for step, (rows, episodes) in enumerate([long, short, long, short], start=1):
+        batch, _ = made.add_advantages(made.infer(rows), episodes)
+        metrics = made.update(batch, step)[1]
+        assert 0 < metrics["actor/grad_norm"] < float("inf")
+        assert torch.equal(ragged.lengths(batch["old_log_probs"]), ragged.lengths(rows["responses"]))
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
