@@ -1,10 +1,11 @@
 """AdamW, parameter groups, schedules, and non-finite gradients."""
 
+import gc
 import logging
 
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, weights_of
+from engine_cases import VOCAB, build_engine, make_batch, policy_like_loss, shard, train, weights_of
 from tidemill_engines.config import OptimizerConfig, ParamGroup
 from tidemill_engines.optimizer import build_adamw, group_params, learning_rate
 from tidemill_testing import run_ranks, tiny_model
@@ -157,3 +158,21 @@ def test_frozen_parameters_have_no_optimizer_state(tmp_path):
         assert len(frozen) == 7
         assert changed == names - frozen
         assert state == len(changed)
+
+
+def run_steps_and_count(path, settings):
+    engine = build_engine(path, **settings)
+    counts = []
+    for _ in range(3):
+        train(engine, [0, 1])
+        gc.collect()
+        counts.append(sum(not isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    engine.close()
+    return counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "megatron"}], ids=str)
+def test_steps_keep_no_objects(tmp_path, settings):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    for _, *counts in run_ranks(run_steps_and_count, 2, path, settings):  # the first steps fill caches
+        assert abs(counts[1] - counts[0]) < 10, counts  # fewer than there are parameters

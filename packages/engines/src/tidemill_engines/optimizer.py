@@ -28,6 +28,30 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
+class _ShardAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's shards of DTensors as plain tensors, with the same results.
+
+    torch 2.11 does not free its description of the arguments (a DTensorSpec for each parameter) after a fused step on
+    DTensors, so the memory of a rank would grow with every step.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        max_exp_avg_sqs: list[torch.Tensor],
+        state_steps: list[torch.Tensor],
+    ) -> bool:
+        lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(_local, tensors)
+        return has_complex
+
+
 def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
     """Create AdamW for the trainable parameters (tensors or DTensors), with its state allocated.
 
@@ -40,7 +64,7 @@ def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: 
     if not trainable:
         raise ValueError("no parameter of the model is trainable; create the engine with optimizer=None instead")
     groups = group_params(trainable, config)
-    optimizer = torch.optim.AdamW(
+    optimizer = _ShardAdamW(
         groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
     )
     for _, param in trainable:
