@@ -67,9 +67,22 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
     if config.gradient_checkpointing:
         recompute_layers(model, config.recompute)
     if config.compile_layers:
-        for layer in decoder_layers(model):
-            layer.compile(dynamic=True)
+        compile_layers(model)
     return model
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer at its first call, for any number of tokens.
+
+    From then on torch compiles numbers of modules, such as the epsilon of a norm, as constants, everywhere in this
+    process. Otherwise they are inputs on the CPU, and each is converted by a kernel of the CPU; before it compiles the
+    first of these, torch tries the vector instructions of the CPU, which took 50 s.
+    """
+    from torch._dynamo import config
+
+    config.specialize_float = True
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
 
 
 def recompute_layers(model: PreTrainedModel, recompute: Recompute) -> None:
