@@ -5,9 +5,10 @@
 
 Each run is that of the demo with a small batch: Ray, two FSDP2 ranks, an SGLang engine and an episode worker, on a node
 of its own (namespaces of this machine, as root). A random process of the run is killed with SIGKILL at a random time,
-half of them after the first step. First a kind of process is chosen, then one of that kind; in half of the runs it is
-one of tidemill or SGLang, else any, such as Ray's. A command that fails is continued with --resume, as by a user. The
-seed of a run decides the time, the kind of process among those that exist then, and `rollout.max_staleness`.
+half of them after the first checkpoint. First a kind of process is chosen, then one of that kind; in half of the runs
+it is one of tidemill or SGLang, else any, such as Ray's. With --kind, it is this one where it exists. A command that
+fails is continued with --resume, as by a user. The seed of a run decides the time, the kind of process among those that
+exist then, and `rollout.max_staleness`.
 
 Checked for each run, against one that nobody disturbs:
 - the multiset of trained problems is equal; with staleness 0 also weights and metrics, bit for bit
@@ -56,8 +57,8 @@ def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
 TIMES = (
-    *("timing_s/", "perf/", "ledger/", "episode/addition/seconds", "weight_update/seconds", "weight_update/gb_per_s"),
-    "rollout/num_engine_restarts",
+    *("timing_s/", "perf/", "ledger/", "episode/seconds", "episode/addition/seconds"),
+    *("weight_update/seconds", "weight_update/gb_per_s", "rollout/num_engine_restarts"),
 )
 _NOTES = re.compile(r"error:|.*(started again|is replaced|Restart \d|did not respond)")
 OWN = re.compile(r"driver|ray::\w+Worker$|sglang::")
@@ -148,9 +149,9 @@ class Command:
             time.sleep(60)
             raise FaultError(f"the command did not exit within {deadline_s:.0f} s: {self.last_line()}") from None
 
-    def wait_for_step(self) -> None:
-        """Wait until the first step of reinforcement learning is done, or the command has exited."""
-        while self.process.poll() is None and not re.search(r" rl +1 ", self.output()):
+    def wait_for_checkpoint(self, run: RunDir) -> None:
+        """Wait until the run has a checkpoint, or the command has exited."""
+        while self.process.poll() is None and run.newest_checkpoint() is None:
             time.sleep(0.1)
 
     def last_line(self) -> str:
@@ -172,11 +173,13 @@ class Bench:
     Args:
         folder: folder of all runs.
         deadline_s: limit of each command.
+        victim: kind of the process to kill; None: a random one.
     """
 
-    def __init__(self, folder: Path, deadline_s: float) -> None:
+    def __init__(self, folder: Path, deadline_s: float, victim: str | None) -> None:
         self._folder = folder
         self._deadline_s = deadline_s
+        self._victim = victim
         self._cache = folder / "cache"
         rewards = folder / "rewards.py"
         rewards.write_text(REWARDS)
@@ -191,11 +194,11 @@ class Bench:
         with self._node() as node:
             start = time.monotonic()
             command = self._start(node, self.expected.path.name, *self._arguments, "rollout.max_staleness=0")
-            command.wait_for_step()
-            first_step = time.monotonic()
+            command.wait_for_checkpoint(self.expected)
+            first_checkpoint = time.monotonic()
             if command.finish(self._deadline_s, node) != 0:
                 raise RuntimeError(f"the undisturbed run failed:\n{command.output()}")
-            self.seconds, self._training_s = time.monotonic() - start, time.monotonic() - first_step
+            self.seconds, self._training_s = time.monotonic() - start, time.monotonic() - first_checkpoint
             self._check_nothing_left(node)
 
     def disturb(self, seed: int) -> Outcome:
@@ -223,7 +226,7 @@ class Bench:
         command = self._start(node, run.path.name, *arguments)
         wait_s = rng.uniform(0, self.seconds)
         if rng.random() < 0.5:
-            command.wait_for_step()
+            command.wait_for_checkpoint(run)
             wait_s = rng.uniform(0, self._training_s)
         with suppress(subprocess.TimeoutExpired):
             command.process.wait(wait_s)
@@ -255,6 +258,8 @@ class Bench:
                 by_kind[kind].append(process)
         own = [kind for kind in by_kind if OWN.match(kind)]
         kind = rng.choice(sorted(own if own and rng.random() < 0.5 else by_kind))
+        if self._victim in by_kind:
+            kind = self._victim
         victim = rng.choice(sorted(by_kind[kind], key=lambda process: process.pid))
         age = time.time() - psutil.Process(command.process.pid).create_time()
         victim.kill()
@@ -311,12 +316,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20, help="number of runs with a kill")
     parser.add_argument("--first-seed", type=int, default=1, help="seed of the first one; the next has the next seed")
+    parser.add_argument("--kind", help="kind of the process to kill where one exists, such as driver")
     parser.add_argument("--deadline", type=float, default=600.0, help="limit of each command in seconds")
     arguments = parser.parse_args()
     if (reason := why_no_nodes()) is not None:
         parser.error(reason)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-    bench = Bench(folder, arguments.deadline)
+    bench = Bench(folder, arguments.deadline, arguments.kind)
     bench.run_undisturbed()
     print(f"undisturbed: {bench.seconds:.0f} s, {NUM_STEPS} steps", flush=True)
     outcomes = []
