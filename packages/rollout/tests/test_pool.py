@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from pool_cases import PROMPT, SAMPLING, Case, HeldEngine, reply, settle
-from tidemill_rollout import EngineDiedError, EngineError, EnginePool
+from tidemill_rollout import EngineDiedError, EngineError, EnginePool, Policy
 
 
 def test_request_goes_to_the_least_loaded_engine():
@@ -97,6 +97,32 @@ def test_request_of_a_dead_engine_continues_on_another_with_the_same_tokens():
         assert len(case.engines["a"].calls) == 2
 
     asyncio.run(run())
+
+
+def test_session_whose_engine_dies_in_a_later_turn_repeats_this_turn_alone(tokenizer):
+    async def converse(policy):
+        session = policy.session("s", seed=7)
+        messages = []
+        for question in ("hello world", "what is the weather today"):
+            messages.append({"role": "user", "content": question})
+            messages.append((await session.generate(messages, max_tokens=4)).message)
+        return session.trajectories()
+
+    async def run(dies):
+        case = Case()
+        task = asyncio.create_task(converse(Policy(case.pool, tokenizer)))
+        await settle()
+        case.engines["a"].finish()
+        await settle()
+        if dies:
+            case.engines["a"].die()
+            await settle()
+        case.engines["b" if dies else "a"].finish()
+        return await task, [len(engine.calls) for engine in case.engines.values()]
+
+    expected, calls = asyncio.run(run(dies=False))
+    assert calls == [2, 0]
+    assert asyncio.run(run(dies=True)) == (expected, [2, 1])
 
 
 def test_requests_wait_for_a_restart_where_the_pool_awaits_one():
