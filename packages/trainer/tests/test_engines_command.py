@@ -13,11 +13,20 @@ from tidemill_trainer.rollout.engine_requests import EngineRequestError, EngineR
         (["add", "0"], "expected a number >= 1 after `add`, got '0'"),
         (["add", "rollout_1"], "expected a number >= 1 after `add`, got 'rollout_1'"),
         (["remove", "0"], "expected a number >= 1 or the name of an engine after `remove`, got '0'"),
-        ([], "expected the folder of a run"),
+        ([], "which has no run in it; name it as in `tidemill engines runs/NAME`"),
     ],
 )
 def test_wrong_arguments_are_one_error(tmp_path, capsys, args, message):
     assert main(["engines", str(tmp_path), *args]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing", "missing, which is not a folder; name it as"), ("x" * 300, "File name too long")],
+)
+def test_path_that_is_no_folder_is_one_error(tmp_path, capsys, name, message):
+    assert main(["engines", str(tmp_path / name), "add"]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
 
 

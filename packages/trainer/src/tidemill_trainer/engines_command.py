@@ -20,7 +20,10 @@ def engines(path: Path, action: Literal["list", "add", "remove"], argument: str 
     try:
         count, name = _count_or_name(action, argument)
         if not run.lock.is_file():
-            raise EngineRequestError(f"expected the folder of a run, got {path}; it is runs/NAME")
+            what = "has no run in it" if path.is_dir() else "is not a folder"
+            raise EngineRequestError(
+                f"expected the folder of a run, got {path}, which {what}; name it as in `tidemill engines runs/NAME`"
+            )
 
         def is_running() -> bool:
             return is_locked(run.lock)
@@ -34,6 +37,9 @@ def engines(path: Path, action: Literal["list", "add", "remove"], argument: str 
             progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
     except EngineRequestError as error:
         progress.fail(str(error))
+        return 1
+    except OSError as error:
+        progress.fail(f"the files of the run {path} cannot be used: {error}; use the command as the user of the run")
         return 1
     return 0
 

@@ -116,7 +116,10 @@ def send(
                 if answer["status"] is not None:
                     return
             if not runs:
-                raise EngineRequestError("the run ended before the request was fulfilled")
+                raise EngineRequestError(
+                    "the run ended before the request was fulfilled; if it failed, --resume continues it with "
+                    "rollout.num_engines engines"
+                )
             time.sleep(_POLL_S)
     finally:
         answers.unlink(missing_ok=True)
