@@ -16,7 +16,7 @@ from command_process import BACKENDS, Command, title
 from safetensors.torch import load_file
 from step_metrics import TIMES, read_steps
 from tidemill_trainer.batch_record import BatchRecord
-from tidemill_trainer.cli import DEMO_CONFIG, DEMO_CONFIGS
+from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.demo import write_assets
@@ -42,16 +42,6 @@ _SMALL = (
 _REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
-"""
-_FULL_LOSS = """
-from pathlib import Path
-import torch
-from tidemill_algorithms.losses import vanilla
-
-def full(log_probs, batch):
-    if (Path(__file__).parent / "is_full").exists():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return vanilla(log_probs, batch)
 """
 
 
@@ -133,50 +123,6 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert command.end() == 1
     command.check_one_error(message)
     assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
-
-
-def test_run_killed_while_it_writes_a_checkpoint_in_the_background_resumes_from_the_previous_one(start, tmp_path):
-    assets = write_assets(tmp_path / "assets", task="sft")
-    args = ["sft", str(DEMO_CONFIGS["sft"]), *assets, f"trainer.run_dir={tmp_path}", "trainer.name=killed"]
-    command = start(*args, "trainer.save_freq=1", "trainer.test_freq=1", "data.train_batch_size=512")
-    folder = tmp_path / "killed" / "checkpoints"
-    command.wait_for(r" s +2 ")
-    processes = [*command.started, command.process]
-    while not (background := list(folder.glob(".partial-step_*/trainer.json"))):
-        assert command.process.poll() is None, command.output
-    for process in processes:
-        process.kill()
-    command.process.wait()
-    [unfinished] = background
-    assert unfinished.exists(), "the checkpoint was complete before the processes were killed"
-    step = int(unfinished.parent.name.rpartition("_")[2])
-    assert f"step_{step:06d}" not in os.listdir(folder)
-    resumed = start("sft", str(folder.parent / "config.toml"), "--resume", after=command)
-    resumed.wait_for(rf"continuing after step {step - 1} ")
-    assert resumed.end() == 0
-    assert not list(folder.glob(".partial-*"))
-
-
-def test_run_out_of_memory_names_phase_and_key_and_resumes_with_that_key(start, recipe):
-    folder = _run_dir(recipe).parent
-    (folder / "full_loss.py").write_text(_FULL_LOSS)
-    loss = f"algorithm.policy_loss={folder / 'full_loss.py'}:full"
-    command = start(*recipe, loss, "trainer.name=full", "trainer.save_freq=1", "trainer.total_steps=500")
-    command.wait_for(r"rl +3 ")
-    (folder / "is_full").touch()
-    assert command.end() == 1
-    command.check_one_error(r"out of memory in the update of the policy, on rank [01] .* Tried to allocate 2\.00 GiB")
-    key = "engine.max_token_len_per_gpu"
-    assert f"lower {key}, or set model.gradient_checkpointing=true" in command.output
-    done = max(read_steps(folder / "runs" / "full"))
-    again = re.search(r"Continue from the checkpoint of step (\d+) with: tidemill (.*) --resume", command.output)
-    assert again is not None
-    assert int(again[1]) == done  # also if it was still written when the memory was full
-    (folder / "is_full").unlink()
-    more = [f"{key}=2048", "model.gradient_checkpointing=true", f"trainer.total_steps={done + 1}", "--resume"]
-    resumed = start(*again[2].split(), *more)
-    resumed.wait_for(rf"continuing after step {done} ")
-    assert resumed.end() == 0
 
 
 @pytest.fixture(scope="module")
