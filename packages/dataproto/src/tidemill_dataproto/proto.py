@@ -320,8 +320,12 @@ class DataProto(BatchStorage):
         return data[0]._join(parts, {} if fill is None else fill, merge)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DataProto":
-        """Return a batch with its tensors on `device`; tensors already there are shared. See `Tensor.to`."""
-        columns = tensor_columns.map_tensors(self._read(), lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """Return a batch with its tensors on `device`; tensors already there are shared. See `Tensor.to`.
+
+        Args:
+            non_blocking: do not wait for the work in the queue of a GPU; CPU tensors go through pinned memory.
+        """
+        columns = tensor_columns.to_device(self._read(), torch.device(device), non_blocking=non_blocking)
         return self._of(len(self), columns, dict(self.non_tensor_batch), self.meta_info, self._padding)
 
     def clone(self) -> "DataProto":

@@ -7,6 +7,8 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
+from tidemill_engines.distributed.device import to_device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedLayout:
@@ -30,9 +32,9 @@ class PackedLayout:
         row_shift = torch.arange(len(lengths)) * max_length - cu_seqlens[:-1]
         padded_index = torch.arange(int(cu_seqlens[-1])) + row_shift.repeat_interleave(lengths)
         return cls(
-            cu_seqlens=cu_seqlens.to(device, torch.int32, non_blocking=True),
+            cu_seqlens=to_device(cu_seqlens.int(), device),
             max_length=max_length,
-            padded_index=padded_index.to(device, non_blocking=True),
+            padded_index=to_device(padded_index, device),
         )
 
     @property

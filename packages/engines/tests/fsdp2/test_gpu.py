@@ -3,9 +3,10 @@
 import pytest
 import torch
 from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, policy_like_loss, weights_of
-from tidemill_dataproto import ragged
+from tidemill_dataproto import DataProto, ragged
 from tidemill_engines import sft_loss
 from tidemill_engines.attention.packed import takes_cudnn, varlen_cuda, varlen_padded
+from tidemill_engines.batch.packing import pack_rows
 from tidemill_engines.model_io import PackedLayout
 from tidemill_testing import tiny_model
 
@@ -14,6 +15,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def test_rows_are_packed_while_the_device_works():
+    rows = torch.full((32,), 1024)
+    tokens = ragged.ragged(torch.randint(VOCAB, (int(rows.sum()),)), rows)
+    batch = DataProto.from_dict({"input_ids": tokens, "responses": ragged.split_rows(tokens, rows // 8)[1]})
+    torch.cuda._sleep(1 << 31)
+    worked = torch.cuda.Event()
+    worked.record()
+    inputs = pack_rows(batch, DEVICE)
+    assert not worked.query()
+    assert torch.equal(inputs.input_ids[0].cpu(), ragged.values(tokens))
 
 
 def assert_equals_the_padded_path(attention, dtype, lengths, *, kv_heads, head_dim=64, window=None):

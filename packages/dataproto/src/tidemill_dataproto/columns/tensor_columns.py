@@ -250,6 +250,17 @@ def check_fill(name: str, like: Tensor, value: Any) -> None:
         checks.check_fits(name, number, dtype, torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
+def to_device(columns: Mapping[str, Column], device: torch.device, *, non_blocking: bool) -> dict[str, Column]:
+    """Copy columns to a device."""
+
+    def move(tensor: Tensor) -> Tensor:
+        # Only a copy from pinned memory does not wait; torch keeps that memory until the copy is done.
+        is_pinned_first = non_blocking and device.type == "cuda" and tensor.device.type == "cpu"
+        return (tensor.pin_memory() if is_pinned_first else tensor).to(device, non_blocking=non_blocking)
+
+    return map_tensors(columns, move)
+
+
 def map_tensors(columns: Mapping[str, Column], move: Callable[[Tensor], Tensor]) -> dict[str, Column]:
     """Apply `move`, which keeps shapes, to dense columns and to the values of ragged ones."""
     layouts: dict[tuple[int, torch.device], Layout] = {}

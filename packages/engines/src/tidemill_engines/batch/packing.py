@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.batch.topk_request import topk_request
+from tidemill_engines.distributed.device import to_device
 from tidemill_engines.model_io import ModelInputs, PackedLayout, VisionInputs
 
 
@@ -53,20 +54,17 @@ def pack_rows(
     run = slice(share * size, (share + 1) * size)
     first, end = torch.searchsorted(predictors, torch.tensor([run.start, run.stop])).tolist()
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    all_input_ids = move(input_ids.unsqueeze(0))
+    all_input_ids = to_device(input_ids.unsqueeze(0), device)
     return ModelInputs(
         input_ids=all_input_ids[:, run],
-        position_ids=move(position_ids[..., run]),
+        position_ids=to_device(position_ids[..., run], device),
         layout=PackedLayout.from_lengths(lengths, device),
-        predictors=move(predictors[first:end] - run.start),
-        labels=move(labels[first:end]),
+        predictors=to_device(predictors[first:end] - run.start, device),
+        labels=to_device(labels[first:end], device),
         topk=topk_request(micro_batch, slice(first, end), device),
         temperature=float(micro_batch.meta_info.get("temperature", 1.0)),
         first_output=first,
         num_outputs=len(labels),
-        vision={} if vision is None else {name: move(tensor) for name, tensor in vision.tensors.items()},
+        vision={} if vision is None else {name: to_device(each, device) for name, each in vision.tensors.items()},
         all_input_ids=all_input_ids,
     )

@@ -3,6 +3,7 @@
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_engines.distributed.device import to_device
 from tidemill_engines.model_io import TopKRequest
 
 IDS = "topk_ids"
@@ -16,7 +17,7 @@ def topk_request(micro_batch: DataProto, predicted: slice | torch.Tensor, device
     k = micro_batch.meta_info.get(NUM_MOST_PROBABLE)
     if not _has_ids(micro_batch):
         return TopKRequest(k=k)
-    return TopKRequest(k=k, ids=ragged.values(micro_batch[IDS])[predicted].to(device, non_blocking=True))
+    return TopKRequest(k=k, ids=to_device(ragged.values(micro_batch[IDS])[predicted], device))
 
 
 def check_topk(batch: DataProto, vocab_size: int) -> None:

@@ -15,6 +15,11 @@ def limit_threads(device: torch.device) -> None:
         torch.set_num_threads(1)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device. On a GPU it goes through pinned memory, since another copy waits for the queue."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of this process; LOCAL_RANK selects the GPU if several are visible.
 

@@ -178,7 +178,7 @@ class MegatronLanguageModel(MegatronEngine):
             if loss_fn is None:
                 return hidden_states.new_zeros(()), StepOutput(loss=None, metrics={}, model_output=output)
             try:
-                loss, reported = loss_fn(output, micro_batch.to(self.device))
+                loss, reported = loss_fn(output, micro_batch.to(self.device, non_blocking=True))
                 metrics = as_metrics(reported)
             except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
                 errors.append(error)

@@ -9,6 +9,7 @@ from tidemill_dataproto import DataProto, ragged
 
 from tidemill_engines.batch.packing import response_positions
 from tidemill_engines.batch.topk_request import topk_request
+from tidemill_engines.distributed.device import to_device
 from tidemill_engines.megatron.batch.routing import Routing
 from tidemill_engines.megatron.parallel.context_parallel import PartLayout, own_tokens
 from tidemill_engines.model_io import PackedLayout, TopKRequest
@@ -122,7 +123,7 @@ def pack_rows(micro_batch: DataProto, device: torch.device, division: Division) 
     outputs = (predictors >= 0).nonzero().flatten()
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
+        return to_device(tensor, device)
 
     return MegatronInputs(
         input_ids=move(input_ids[own].unsqueeze(0)),

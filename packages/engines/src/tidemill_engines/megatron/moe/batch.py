@@ -10,6 +10,7 @@ from tidemill_engines.batch.micro_batches import restore_order
 from tidemill_engines.batch.padded import is_padded, to_padded
 from tidemill_engines.config import ModelConfig
 from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
+from tidemill_engines.distributed.device import to_device
 from tidemill_engines.loss.contract import Normalizer
 from tidemill_engines.loss.router import ROUTED_EXPERTS
 from tidemill_engines.megatron.architecture import Architecture
@@ -139,8 +140,8 @@ class MoEBatch:
             given = self._given[number]
             routing = self._routings[number] = Routing(
                 tokens=tokens,
-                lengths=ragged.lengths(micro_batch["input_ids"]).to(device),
-                given=None if given is None else given.to(device),
+                lengths=to_device(ragged.lengths(micro_batch["input_ids"]), device),
+                given=None if given is None else to_device(given, device),
                 weights=self._weights(micro_batch, device) if self._coefficient else None,
                 sharing=self._sharing(),
                 sums=self._sums[number],
@@ -154,7 +155,7 @@ class MoEBatch:
         assert self._normalizer is not None
         column = micro_batch["response_mask"]
         is_trained = ragged.segment_sum((ragged.values(column) != 0).float(), column) > 0
-        return (is_trained * (self._coefficient / self._normalizer.num_sequences)).to(device)
+        return to_device(is_trained * (self._coefficient / self._normalizer.num_sequences), device)
 
     def _sharing(self) -> list[dist.ProcessGroup]:
         """Groups of ranks that have other tokens of the same rows."""
@@ -166,7 +167,7 @@ class MoEBatch:
         routing = self._routings[self._micro_batches[id(micro_batch)]]
         if routing is None or not routing.balances:
             return None
-        counts = ragged.lengths(micro_batch["responses"]).to(routing.tokens.device)
+        counts = to_device(ragged.lengths(micro_batch["responses"]), routing.tokens.device)
         return (routing.losses() / counts.clamp(min=1)).repeat_interleave(counts)
 
     def finish(self) -> None:

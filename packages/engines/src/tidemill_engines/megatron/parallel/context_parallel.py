@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from tidemill_engines.distributed.device import to_device
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartLayout:
@@ -49,13 +51,13 @@ class PartLayout:
         cu_q, padded_q = _bounds_and_padded_indices(lengths_q)
         cu_k, padded_k = _bounds_and_padded_indices(lengths_k)
         return cls(
-            keys=torch.cat(keys).to(device, non_blocking=True),
-            cu_seqlens_q=cu_q.to(device, non_blocking=True),
-            cu_seqlens_k=cu_k.to(device, non_blocking=True),
+            keys=to_device(torch.cat(keys), device),
+            cu_seqlens_q=to_device(cu_q, device),
+            cu_seqlens_k=to_device(cu_k, device),
             max_q=max(lengths_q),
             max_k=max(lengths_k),
-            padded_q=padded_q.to(device, non_blocking=True),
-            padded_k=padded_k.to(device, non_blocking=True),
+            padded_q=to_device(padded_q, device),
+            padded_k=to_device(padded_k, device),
         )
 
 

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from tidemill_engines.distributed.device import to_device
+
 
 class GroupedExperts(SequentialMLP):
     """Megatron's experts, multiplied together in bfloat16.
@@ -184,8 +186,8 @@ class ExpertRows:
     @classmethod
     def from_counts(cls, counts: Sequence[int], device: torch.device) -> "ExpertRows":
         idle = [expert for expert, count in enumerate(counts) if count == 0]
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
-        return cls(ends=ends, idle=torch.tensor(idle).to(device, non_blocking=True) if idle else None)
+        ends = to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
+        return cls(ends=ends, idle=to_device(torch.tensor(idle), device) if idle else None)
 
 
 def grouped_linear(x: torch.Tensor, rows: ExpertRows, weights: ExpertWeights, add: Add | None = None) -> torch.Tensor:
