@@ -47,11 +47,11 @@ def chosen(config, gib, num_gpus=1, keys=OPEN):
 @pytest.mark.parametrize(
     ("model", "num_gpus", "gib", "expected"),
     [
-        ("0.6B", 1, 79.1, (32768, True)),
-        ("0.6B", 1, 139.8, (32768, True)),
+        ("0.6B", 1, 79.1, (32768, False)),
+        ("0.6B", 1, 139.8, (32768, False)),
         ("0.6B", 2, 79.1, (32768, False)),
         ("4B", 1, 79.1, (8192, True)),
-        ("4B", 1, 139.8, (16384, True)),
+        ("4B", 1, 139.8, (16384, False)),
         ("4B", 4, 139.8, (16384, False)),
         ("4B", 8, 79.1, (8192, True)),
         ("8B", 2, 79.1, (4096, True)),
@@ -73,7 +73,7 @@ def test_given_keys_are_kept(config):
 def test_rows_of_the_maximum_length_have_room(config):
     long = ["data.max_prompt_length=2000", "rollout.response_length=8000"]
     assert chosen(config("4B", *long), 79.1) == (16384, True)  # 8,192 tokens would fit
-    assert chosen(config("0.6B", *long), 79.1) == (32768, True)
+    assert chosen(config("0.6B", *long), 79.1) == (32768, False)
 
 
 def test_configuration_is_unchanged_if_nothing_fits_or_the_model_is_missing(config, tmp_path):

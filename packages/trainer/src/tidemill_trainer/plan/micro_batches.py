@@ -20,8 +20,8 @@ _ENOUGH = 16384
 def with_micro_batches(config: Config, keys: Collection[str], num_gpus: float, device_bytes: float) -> Config:
     """Return the configuration with micro-batches that the GPUs have memory for, in every phase of training.
 
-    With FSDP2 on several GPUs, gathered weights are kept (`reshard_after_forward=false`) if they fit beside
-    micro-batches of 16,384 tokens: then they are gathered once a step and not in every micro-batch.
+    With FSDP2, gathered weights are kept (`reshard_after_forward=false`) if they fit beside micro-batches of 16,384
+    tokens: then they are cast and gathered once a step and not twice in every micro-batch.
 
     Args:
         config: configuration of the run.
@@ -42,7 +42,7 @@ def with_micro_batches(config: Config, keys: Collection[str], num_gpus: float, d
     tokens = [each for each in _TOKENS if each >= has_room_for] if "max_token_len_per_gpu" in keys else []
     tokens = tokens or [engine.max_token_len_per_gpu]
     options = [replace(engine, max_token_len_per_gpu=each) for each in tokens]
-    if isinstance(engine, FSDP2Config) and "reshard_after_forward" in keys and config.actor.num_workers > 1:
+    if isinstance(engine, FSDP2Config) and "reshard_after_forward" in keys:
         kept = [replace(each, reshard_after_forward=False) for each in options]
         options = [each for each in kept if each.max_token_len_per_gpu >= min(_ENOUGH, tokens[0])] + options
     for option in options:
