@@ -84,3 +84,13 @@ def test_first_line_says_what_decides_the_speed(tmp_path, model):
         "engines in turns with the training workers; fsdp2 in bfloat16, compiled; micro-batches of 16384 tokens; "
         "KV pool and weights 80% of a GPU; deterministic inference"
     )
+
+
+def test_engines_sample_in_one_pass_unless_the_vocabulary_is_restricted(tmp_path, model):
+    def backend(*settings):
+        config = read(tmp_path, model(), "rollout.device=cuda", *settings)
+        return engine_arguments(config.rollout, config.model).get("sampling_backend")
+
+    assert backend() == "tidemill"
+    assert backend("rollout.top_p=0.9") is backend("rollout.top_k=20") is backend("rollout.deterministic=true") is None
+    assert backend('rollout.engine_args.sampling_backend="pytorch"') == "pytorch"

@@ -81,6 +81,8 @@ def engine_arguments(
     if device == "cuda":
         arguments["mem_fraction_static"] = config.mem_fraction_static
         arguments["cuda_graph_max_bs_decode"] = min(num_episodes, _MAX_GRAPH)
+        if not config.deterministic and config.top_p == 1 and config.top_k == -1:
+            arguments["sampling_backend"] = "tidemill"
         arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
