@@ -155,6 +155,18 @@ def test_one_non_finite_element_is_found(dtype):
     assert not has_non_finite(changed.t()[5:6])
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64], ids=str
+)
+def test_a_non_finite_element_is_found_at_each_position(dtype):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        changed = torch.zeros(67, 2, 67, dtype=dtype)
+        changed[range(67), 1, range(67)] = bad
+        assert all(has_non_finite(rows) for rows in changed)
+        assert all(has_non_finite(rows.t()) for rows in changed)
+        assert not any(has_non_finite(rows[:1]) for rows in changed)
+
+
 def test_non_finite_elements_of_float8_and_of_integers():
     assert has_non_finite(torch.tensor([[1.0, float("nan"), 448.0]]).to(torch.float8_e4m3fn))
     assert has_non_finite(torch.tensor([[float("inf"), 4.0]]).to(torch.float8_e5m2))

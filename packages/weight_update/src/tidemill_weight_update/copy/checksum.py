@@ -18,13 +18,14 @@ the primes of xxHash32. On sequential numbers it scatters as well as finalizers 
 (lowbias32, murmur3), with a third of their other operations.
 """
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements processed at once: temporaries are a few int64 tensors of this many elements, about 4 MiB."""
@@ -77,17 +78,23 @@ def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
     if rows.element_size() == 8:  # an element counts as two
         rows, pos, pos_pitch = rows.contiguous().view(torch.uint32), 2 * pos, 2 * pos_pitch
     lanes = GROUP_BYTES // rows.element_size()
-    if len(rows) > 1 and pos_pitch % lanes:  # each row starts at another lane
-        return torch.stack([checksum_rows(row[None], pos + i * pos_pitch, 0) for i, row in enumerate(rows)]).sum()
-    powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=rows.device)
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     for piece, row, col in _pieces(rows.view(_BITS[rows.element_size()])):
-        group, lane = divmod(pos + row * pos_pitch + col, lanes)
-        elements = pad(piece.to(torch.int64), (lane, -(lane + piece.shape[1]) % lanes))
-        sums = elements.view(len(piece), -1, lanes).mul_(powers).sum(2)
-        down, across = (torch.arange(n, device=rows.device) for n in sums.shape)
-        total += sums.mul_(mix32(group + down[:, None] * (pos_pitch // lanes) + across).bitwise_or_(1)).sum()
+        factors = _factors(*piece.shape, pos + row * pos_pitch + col, pos_pitch, lanes, rows.device)
+        total += piece.to(torch.int64).mul_(factors).sum()
     return total
+
+
+@lru_cache(maxsize=128)  # the pieces of a small model are the same at each update; at most 64 MiB
+def _factors(rows: int, cols: int, pos: int, pos_pitch: int, lanes: int, device: torch.device) -> Tensor:
+    """Return the factors of the elements of equidistant rows: int64 [rows, cols]."""
+    if rows > 1 and pos_pitch % lanes:  # each row starts at another lane
+        return torch.cat([_factors(1, cols, pos + row * pos_pitch, 0, lanes, device) for row in range(rows)])
+    group, lane = divmod(pos, lanes)
+    down = torch.arange(rows, device=device)[:, None] * (pos_pitch // lanes)
+    mixes = mix32(group + down + torch.arange(-(-(lane + cols) // lanes), device=device)).bitwise_or_(1)
+    powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=device)
+    return (mixes[:, :, None] * powers).view(rows, -1)[:, lane : lane + cols]
 
 
 def _pieces(rows: Tensor) -> Iterator[tuple[Tensor, int, int]]:
@@ -103,9 +110,13 @@ def has_non_finite(rows: Tensor) -> bool:
     """Return whether `rows` [R, C] has infinite or NaN elements; False for integers."""
     if not (rows.is_floating_point() or rows.is_complex()):
         return False
-    # torch.isfinite is not defined for 8-bit floats; every one of them has an exact float32.
-    pieces = (piece.float() if piece.element_size() == 1 else piece for piece, _, _ in _pieces(rows.detach()))
-    return not all(bool(torch.isfinite(piece).all()) for piece in pieces)
+    # torch.aminmax is not defined for 8-bit floats, every one of which has an exact float32, and for complex numbers.
+    rows = torch.view_as_real(rows.detach()).flatten(1) if rows.is_complex() else rows.detach()
+    for piece, _, _ in _pieces(rows):
+        piece = piece.float() if piece.element_size() == 1 else piece
+        if piece.numel() and not all(math.isfinite(bound.item()) for bound in torch.aminmax(piece)):  # NaN if any is
+            return True
+    return False
 
 
 class TensorSums:
