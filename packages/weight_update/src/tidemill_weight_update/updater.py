@@ -208,9 +208,10 @@ class WeightUpdater:
             with stages("prepare"):
                 transfer = describe()
             fleet = self._assemble(readmitted)
-            # A single rank has more to read and a shorter path to its engine: its GPU starts first, and reads while the
-            # addresses of thousands of tensors are compared. Several ranks stop here together.
-            reads_first = self._ranks.size == 1 and fleet.num_receivers > 0
+            # The addresses of thousands of tensors are compared while GPUs read them, if no engine copies meanwhile.
+            reads_first = self._fast.are_all_in_place(transfer.declaration)
+            if self._ranks.size == 1:
+                reads_first = fleet.num_receivers > 0
             if not reads_first:
                 transfer.check_memory()
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]

@@ -5,7 +5,9 @@ import weakref
 
 import pytest
 import torch
-from tidemill_weight_update import WeightUpdater
+import torch.distributed as dist
+from tidemill_testing import run_ranks
+from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.send.sender import Sender
 from torch import Tensor, nn
 from toy_engines import ToyEngine, ToyModel, holds, tensors
@@ -153,3 +155,42 @@ def test_declared_parameters_are_read_in_place_and_temporaries_through_the_arena
         trainer.change(version)
         assert (held if version % 3 < 2 else made).send(version).verified
         assert holds(engine, tensors(version))
+
+
+def _half(tensor: Tensor) -> LocalShard:
+    """Return this rank's half of the rows, or its copy of a scalar."""
+    rank, shape = dist.get_rank(), tuple(tensor.shape)
+    if not shape:
+        return LocalShard(tensor=Trainer.placed(tensor), global_shape=(), start=(), replica=rank, num_replicas=2)
+    half = tensor.chunk(2)[rank].contiguous()
+    return LocalShard(
+        tensor=Trainer.placed(half), global_shape=shape, start=(rank * len(half), *[0] * (len(shape) - 1))
+    )
+
+
+def _move_on_rank_1() -> tuple[str, bool]:
+    rank = dist.get_rank()
+    engines = [ToyEngine(2, model=lambda rank, size: ToyModel(rank, size).cuda())] if rank == 0 else []
+    updater = WeightUpdater(engines, timeout_s=20)
+    held = {name: _half(tensor) for name, tensor in tensors(0).items()}
+    transfer = updater.declare(held.items())
+    for version in range(2):
+        assert transfer.send(version).verified
+    for name, tensor in tensors(2).items():
+        held[name].tensor.data.copy_(_half(tensor).tensor)
+    if rank == 1:
+        held["norm.weight"].tensor.data = Trainer.placed(held["norm.weight"].tensor.data)
+    with pytest.raises(RuntimeError) as error:
+        transfer.send(2)
+    is_unchanged = all(holds(engine, tensors(0)) and engine.version == "1" for engine in engines)
+    assert updater.update(held.items(), 2).verified
+    assert all(holds(engine, tensors(2)) for engine in engines)
+    updater.close()
+    return str(error.value), is_unchanged
+
+
+def test_memory_that_moved_on_one_of_several_ranks_is_found_before_an_engine_copies():
+    """All ranks send in place, so they compare addresses while their GPUs read."""
+    for message, is_unchanged in run_ranks(_move_on_rank_1, 2):
+        assert "memory of 1 declared tensors has moved since declare(): 'norm.weight'" in message
+        assert is_unchanged

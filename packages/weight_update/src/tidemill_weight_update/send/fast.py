@@ -45,6 +45,11 @@ class Prepared:
     memories: Sequence[DeviceMemory]
     num_freed: int | None
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether there is one bucket, which engines read in place."""
+        return len(self.fixed) == 1 and not self.passed and self.fixed[0][0].descriptor.is_in_place
+
 
 class FastPath:
     """Sends declared tensors; keeps the sender and the last declaration between updates.
@@ -87,6 +92,7 @@ class FastPath:
         self._control: Mailbox | None = None
         self._last: Declaration | None = None
         self._prepared: Prepared | None = None
+        self._all_in_place: Declaration | None = None
         self._engines: Sequence[tuple[int, range]] = ()
         self.is_link_broken = False
 
@@ -141,6 +147,10 @@ class FastPath:
             self._last = Declaration(source, self._dtype, self._group_rank)
         return self._last
 
+    def are_all_in_place(self, declaration: Declaration) -> bool:
+        """Return whether all ranks sent it only in place last time: then engines copy nothing before all published."""
+        return self._all_in_place is declaration
+
     def update(
         self,
         transfer: Transfer,
@@ -172,11 +182,11 @@ class FastPath:
 
         def start() -> None:
             if not fleet.calls:
+                fleet.load(request, self.mailbox)
                 if reads_first:
                     transfer.check_memory()
-                fleet.load(request, self.mailbox)
 
-        failure, counts, is_sent = Failure(), (0, 0, 0), False
+        failure, counts, is_sent, is_in_place = Failure(), (0, 0, 0), False, False
         try:
             # Buffers are kept and written again later, so they must not be inference tensors.
             with failure, torch.inference_mode(False), torch.no_grad():
@@ -187,11 +197,12 @@ class FastPath:
                 readers, values = self._new_readers(control, num_receivers), self._values(transfer.source)
                 hold = partial(fleet.hold, self._sequence, self.mailbox)
                 counts = self._require_sender().send(self._sequence, values, readers, stages, start, hold)
-                is_sent = True
+                is_sent, is_in_place = True, self._prepared is not None and self._prepared.is_in_place
             if not is_sent:  # the engines would wait
                 self._cancel(fleet)
             # The engines compare checksums meanwhile. Other ranks may wait for engines now.
-            ranks.exchange(failure.error, [], 3 * self._timeout_s)
+            rows = ranks.exchange(failure.error, [is_in_place], 3 * self._timeout_s)
+            self._all_in_place = transfer.declaration if all(row[0] for row in rows) else None
         except RankLostError:
             is_sent = False
             raise
