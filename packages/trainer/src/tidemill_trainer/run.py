@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
@@ -232,6 +233,7 @@ def _run(config: ConfigT, stem: str, progress: Progress, work: _Work[ConfigT], *
     An attempt in which a training worker dies is followed by another one, which resumes the run, at most
     `trainer.max_restarts` times; on fewer nodes, if some are lost.
     """
+    torch.set_num_threads(config.actor.omp_num_threads)  # threads of a busy machine wait for each other
     run: RunDir | None = None
     num_restarts = 0
     current = config

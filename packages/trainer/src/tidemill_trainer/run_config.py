@@ -41,7 +41,7 @@ class WorkersConfig:
         num_workers: number of training processes, each with one device. The parallel sizes of `engine` must divide it;
             the quotient is the data-parallel size.
         num_gpus_per_worker: GPUs that Ray reserves per worker; a fraction shares a device with an engine.
-        omp_num_threads: CPU threads of each worker.
+        omp_num_threads: CPU threads of each worker, of the driver and of the episode workers.
         timeout_s: timeout of one call to the workers.
     """
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import torch
 from tidemill_rollout import (
     Endpoint,
     Engine,
@@ -55,6 +56,7 @@ class EpisodeWorker:
         Raises:
             ConfigError: a function cannot be loaded.
         """
+        torch.set_num_threads(config.actor.omp_num_threads)
         self._config = config
         self._limit = asyncio.Semaphore(config.episode.max_concurrent)
         self._episode: EpisodeFn = create_episode(config)
