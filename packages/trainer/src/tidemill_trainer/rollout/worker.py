@@ -34,6 +34,9 @@ T = TypeVar("T")
 _WEIGHTS = frozenset({"weights"})
 _SERVING = frozenset({"kv_cache", "cuda_graph"})
 
+_PREFILL_TOKENS = 32768
+"""Prompt tokens of a batch: the prompts of a step arrive together, and each prefill batch takes 20 ms or more."""
+
 _MAX_GRAPH = 512
 """Largest batch of SGLang's CUDA graphs for decoding; larger ones compute longer than their kernels need to start."""
 
@@ -83,6 +86,7 @@ def engine_arguments(
         arguments["cuda_graph_max_bs_decode"] = min(num_episodes, _MAX_GRAPH)
         if not config.deterministic and config.top_p == 1 and config.top_k == -1:
             arguments["sampling_backend"] = "tidemill"
+        arguments["chunked_prefill_size"] = arguments["max_prefill_tokens"] = _PREFILL_TOKENS
         arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
@@ -182,6 +186,7 @@ class RolloutWorker(Worker):
         from tidemill_weight_update.sglang import LocalEngine
 
         instance_id = self._files.claim(self._number)
+        os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31)  # only complete responses, not one part per 50 tokens
         arguments = engine_arguments(
             self._config,
             self._model,
