@@ -67,3 +67,13 @@ def test_failed_link_is_an_error_and_a_slow_one_a_warning():
     assert found["broken"].is_error
     assert not found["slow"].is_error
     assert "0.10 GB/s in an all-reduce, and 1.00 GB/s between most nodes" in str(found["slow"])
+
+
+def test_slow_pair_of_gpus_is_a_warning_that_names_the_command_for_their_topology():
+    links = {f"GPU 0 to GPU {index}": Link(backend="nccl", bytes_per_s=3e11) for index in (1, 2, 3)}
+    links["GPU 2 to GPU 3"] = Link(backend="nccl", bytes_per_s=2e10)
+    (finding,) = check_links(links, "GPUs")
+    assert str(finding).startswith(
+        "GPU 2 to GPU 3: 20.00 GB/s in an all-reduce, and 300.00 GB/s between most GPUs; see "
+    )
+    assert not finding.is_error

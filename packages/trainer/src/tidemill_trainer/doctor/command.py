@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, read_config, with_absolute_paths
-from tidemill_trainer.doctor.facts import read_facts
+from tidemill_trainer.doctor.facts import NodeFacts, read_facts
 from tidemill_trainer.doctor.finding import Finding
 from tidemill_trainer.doctor.leftovers import clean, describe
+from tidemill_trainer.doctor.links import Link, check_links
 from tidemill_trainer.doctor.machine import inspect_machine
 from tidemill_trainer.doctor.node_checks import check_leftovers, check_node
 from tidemill_trainer.doctor.room import Resources, check_room, demands
@@ -19,6 +20,8 @@ from tidemill_trainer.preflight import check_model, check_policy
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_config import BaseTrainerConfig, RunConfig
 from tidemill_trainer.sft.config import SFTConfig
+
+_BETWEEN_GPUS = "all-reduces between all pairs of GPUs of a node"
 
 
 def doctor(
@@ -79,7 +82,7 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
         facts = read_facts(None, None, describe(Path(run_dir)))
         progress.info(f"{facts.name}: {_summary(facts.versions)}, {facts.num_cpus} CPUs, {len(facts.gpus)} GPUs")
         of_machine = check_node(facts) if config is None else inspect_machine(config)
-        return [*of_machine, *check_leftovers(facts)]
+        return [*of_machine, *check_leftovers(facts), *_measure_gpus(facts, progress)]
     from tidemill_trainer.doctor.survey import Survey
     from tidemill_trainer.ray_session import node_resources
 
@@ -93,11 +96,28 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
             with progress.waiting("connecting all pairs of nodes"):
                 survey.check_connections()
             with progress.waiting("all-reduces between all pairs of nodes"):
-                links = survey.measure_links()
-            for names, link in links.items():
-                if not link.error:
-                    progress.info(f"{names}: {link}")
+                _show(survey.measure_links(), progress)
+        if any(len(facts.gpus) > 1 for facts in survey.facts.values()):
+            with progress.waiting(_BETWEEN_GPUS):
+                _show(survey.measure_gpus(), progress)
         return [*room, *survey.findings]
+
+
+def _measure_gpus(facts: NodeFacts, progress: Progress) -> Iterator[Finding]:
+    if len(facts.gpus) < 2:
+        return
+    from tidemill_trainer.doctor.collective import measure_gpus
+
+    with progress.waiting(_BETWEEN_GPUS):
+        links = {f"{facts.name}, {pair}": link for pair, link in measure_gpus().items()}
+    _show(links, progress)
+    yield from check_links(links, "GPUs")
+
+
+def _show(links: Mapping[str, Link], progress: Progress) -> None:
+    for names, link in links.items():
+        if not link.error:
+            progress.info(f"{names}: {link}")
 
 
 def _check_room(config: RunConfig, nodes: Mapping[str, Resources]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""All-reduces between two nodes: who measures with whom, and what the measurements mean. Pure functions."""
+"""All-reduces between two nodes or GPUs: who measures with whom, and what the measurements mean. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,21 @@ from statistics import median
 from tidemill_trainer.doctor.finding import Finding
 
 _SLOW = 3.0
+_IF_BROKEN = {
+    "nodes": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the nodes before Ray is "
+    "started on each, and permit TCP between them at all ports from 1024",
+    "GPUs": "stop what uses the memory of these GPUs; else repeat it with NCCL_DEBUG=INFO, and with "
+    "NCCL_P2P_DISABLE=1, which shows whether direct access between the GPUs fails",
+}
+_IF_SLOW = {
+    "nodes": "check cables, interface and load of these nodes",
+    "GPUs": "see `nvidia-smi topo -m` for how they are connected, and `nvidia-smi nvlink --status`",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """An all-reduce of two nodes.
+    """An all-reduce of two nodes, or of two GPUs of a node.
 
     Attributes:
         backend: "nccl" or "gloo".
@@ -33,7 +43,7 @@ class Link:
 
 
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return all pairs of nodes in rounds of a round-robin tournament, in which a node has one partner at most."""
+    """Return all pairs in rounds of a round-robin tournament, in which a node or GPU has one partner at most."""
     ring: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     found = []
     for _ in range(len(ring) - 1):
@@ -43,11 +53,12 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return found
 
 
-def check_links(links: Mapping[str, Link]) -> Iterator[Finding]:
+def check_links(links: Mapping[str, Link], ends: str = "nodes") -> Iterator[Finding]:
     """Check that all links work, and that none is much slower than most of them.
 
     Args:
-        links: link by the names of its nodes.
+        links: link by the names of its nodes or GPUs.
+        ends: what the links connect, "nodes" or "GPUs".
     """
     working = [link.bytes_per_s for link in links.values() if not link.error]
     for names, link in links.items():
@@ -55,14 +66,13 @@ def check_links(links: Mapping[str, Link]) -> Iterator[Finding]:
             yield Finding(
                 node=names,
                 cause=f"an all-reduce failed: {link.error}",
-                remedy="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the nodes before "
-                "Ray is started on each, and permit TCP between them at all ports from 1024",
+                remedy=_IF_BROKEN[ends],
             )
         elif link.bytes_per_s * _SLOW < median(working):
             yield Finding(
                 node=names,
                 cause=f"{link.bytes_per_s / 1e9:.2f} GB/s in an all-reduce, and {median(working) / 1e9:.2f} GB/s "
-                "between most nodes",
-                remedy="check cables, interface and load of these nodes",
+                f"between most {ends}",
+                remedy=_IF_SLOW[ends],
                 is_error=False,
             )

@@ -71,6 +71,13 @@ class Probe:
         listener, self._listener = (self._listener, None) if rank == 0 else (None, self._listener)
         return measure_link(rank, address, port, listener)
 
+    def measure_gpus(self) -> dict[str, Link]:
+        """Measure all-reduces between all pairs of GPUs of the node."""
+        self.prepare_links()
+        from tidemill_trainer.doctor.collective import measure_gpus
+
+        return measure_gpus()
+
     def reads(self, file: str, content: str) -> str:
         """Return why a file that another node has written cannot be read here; empty if it can.
 

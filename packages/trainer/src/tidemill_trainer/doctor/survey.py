@@ -120,6 +120,13 @@ class Survey:
         self.findings += check_links(links)
         return links
 
+    def measure_gpus(self) -> dict[str, Link]:
+        """Measure an all-reduce between each pair of GPUs of each node; see `measure_links`."""
+        answers = self._ask(lambda probe: probe.measure_gpus.remote())
+        links = {f"{self._names[node]}, {pair}": link for node, of in answers.items() for pair, link in of.items()}
+        self.findings += check_links(links, "GPUs")
+        return links
+
     def _clocks(self) -> dict[str, ClockReading]:
         """Read the clocks one by one; the processes have answered before, so an answer takes milliseconds."""
         readings = {}
