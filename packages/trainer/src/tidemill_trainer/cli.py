@@ -25,11 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Under `uv run`, Ray would build the whole environment again for its workers. Ray reads this when imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
-        from tidemill_trainer import run  # imports torch, which takes seconds; --help stays fast
-        from tidemill_trainer.engines_command import engines
-
         if args.command == "engines":
+            from tidemill_trainer.engines_command import engines
+
             return engines(args.run, args.action, args.argument)
+        from tidemill_trainer import run  # imports torch, which takes seconds; --help stays fast
+
         overrides = [
             *args.overrides,
             *(["algorithm.shuffle_rewards=true"] if getattr(args, "shuffle_rewards", False) else []),

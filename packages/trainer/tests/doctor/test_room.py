@@ -35,5 +35,14 @@ def test_share_of_a_node_must_fit_on_one_node_even_if_the_cluster_has_enough():
 def test_resources_of_earlier_processes_are_not_counted_twice():
     required = [demand("actor.num_workers", 1, 1), demand("rollout.num_engines", 2)]
     (finding,) = check_room({"a": {"CPU": 2.0}}, required)
-    assert "no room for rollout.num_engines=2" in finding.cause
+    assert "no room for rollout.num_engines=2, only for 1 of them: expected 1 CPU on one node for each" in finding.cause
     assert "a: 0 CPU left for it, 1 CPU missing" in finding.cause
+
+
+def test_number_of_small_processes_that_fit_is_named():
+    (finding,) = check_room({"a": {"CPU": 63 / 64}}, [demand("engines to add", 100_000, CPU=1 / 64)])
+    assert finding.cause.splitlines() == [
+        "no room for engines to add=100000, only for 63 of them: expected 0.016 CPU on one node for each, got these "
+        "nodes:",
+        "  a: 0 CPU left for it, 0.016 CPU missing",
+    ]

@@ -188,7 +188,7 @@ def test_requests_are_answered_with_the_engines_or_with_what_is_missing(begin, t
     assert lines[1].endswith("cpu      7        3 unfinished requests  serving")
     text, status = ask("add", 2)
     assert status == 1
-    assert "no room for engines to add=2: expected 1 CPU, 1 GPU on one node, got these nodes:" in text
+    assert "no room for engines to add=2: expected 1 CPU, 1 GPU on one node for each, got these nodes:" in text
     assert "1 GPU missing" in text
 
 

@@ -88,10 +88,10 @@ def check_room(nodes: Mapping[str, Resources], demands: Sequence[Demand]) -> lis
         share = demand.num_processes // num_places
         needed = {kind: share * amount for kind, amount in demand.resources.items() if amount > 0}
         used: set[str] = set()
-        for _ in range(num_places):
+        for num_placed in range(num_places):
             fitting = [name for name in free if not _missing(needed, free[name]) and not (is_spread and name in used)]
             if not fitting:
-                return [_no_room(demand, needed, free, used if is_spread else set())]
+                return [_no_room(demand, needed, free, num_placed, used if is_spread else set())]
             chosen = min(fitting, key=lambda name: sorted(free[name].items(), reverse=True))  # the fullest, as Ray
             used.add(chosen)
             for kind, amount in needed.items():
@@ -104,9 +104,15 @@ def _missing(needed: Resources, free: Resources) -> dict[str, float]:
     return {kind: amount for kind, amount in lacks.items() if amount > _ROUNDING}
 
 
-def _no_room(demand: Demand, needed: Resources, free: Mapping[str, Resources], used: set[str]) -> Finding:
-    where = "on one node" if demand.num_nodes is None else f"on each of {demand.num_nodes} nodes (trainer.nnodes)"
-    lines = [f"no room for {demand.key}={demand.num_processes}: expected {_text(needed)} {where}, got these nodes:"]
+def _no_room(
+    demand: Demand, needed: Resources, free: Mapping[str, Resources], num_placed: int, used: set[str]
+) -> Finding:
+    if demand.num_nodes is None:
+        fits, where = f", only for {num_placed} of them" if num_placed else "", "on one node for each"
+    else:
+        fits, where = "", f"on each of {demand.num_nodes} nodes (trainer.nnodes)"
+    what = f"no room for {demand.key}={demand.num_processes}{fits}: expected {_text(needed)} {where}"
+    lines = [f"{what}, got these nodes:"]
     for name, left in free.items():
         lacks = _missing(needed, left)
         state = "has its part" if name in used else f"{_text(lacks)} missing" if lacks else "has room"
@@ -120,4 +126,4 @@ def _no_room(demand: Demand, needed: Resources, free: Mapping[str, Resources], u
 
 
 def _text(resources: Resources) -> str:
-    return ", ".join(f"{amount:g} {kind}" for kind, amount in sorted(resources.items())) or "nothing"
+    return ", ".join(f"{round(amount, 3):g} {kind}" for kind, amount in sorted(resources.items())) or "nothing"

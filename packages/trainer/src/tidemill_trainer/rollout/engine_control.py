@@ -39,9 +39,10 @@ def _check_free(demand: Demand) -> None:
     Raises:
         EngineRequestError: they do not; the message has what is missing on each node.
     """
-    found = check_room(node_resources(are_free=True), [demand])
-    if found:
-        raise EngineRequestError("\n".join(map(str, found)))
+    for finding in check_room(node_resources(are_free=True), [demand]):
+        raise EngineRequestError(
+            f"{finding.cause}\nadd fewer, remove others before, or add a node to the Ray cluster of the run"
+        )
 
 
 def table(engines: Engines) -> str:
