@@ -23,7 +23,7 @@ from tidemill_dispatch.ray.reservation import Placement, detached_placement_grou
 from tidemill_dispatch.ray.roles import RayClassWithInitArgs
 from tidemill_dispatch.worker import Worker
 
-_EXIT_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 60.0  # freeing 98 GB of pinned memory took longer than 10
 _logger = logging.getLogger(__name__)
 _RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _STARTUP_VARIABLES = frozenset({"LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED"})
