@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from step_metrics import TIMES, read_steps
 from tidemill_testing.nodes import Node, start_nodes, why_no_nodes
 from tidemill_trainer.ledger import trained_problems
@@ -27,16 +29,27 @@ _SMALL = (
     *("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=2"),
 )
 _ON_BOTH = ("trainer.ray_address=auto", "trainer.nnodes=2")
+# An engine and a training rank share the GPU of a node. Between the nodes, NCCL has sockets alone.
+_SHARED_GPU = (
+    *("actor.num_gpus_per_worker=0.5", "rollout.num_gpus_per_engine=0.5", "rollout.mem_fraction_static=0.2"),
+    *("rollout.dtype=bfloat16", "engine.param_dtype=bfloat16", "rollout.deterministic=false", "optimizer.lr=1e-4"),
+    'rollout.engine_args={attention_backend="triton",sampling_backend="pytorch",disable_cuda_graph=true}',
+)
+_ONLY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO"}
 
 
 @pytest.fixture
 def cluster(tmp_path):
-    """`cluster(3, 2)`: nodes of one Ray cluster with these numbers of CPUs; the first one is the head."""
+    """`cluster(3, 2)`: nodes of one Ray cluster with these numbers of CPUs; the first one is the head.
+
+    With `env`, it returns environment variables of a node by its number.
+    """
     with ExitStack() as stack:
 
-        def start(*num_cpus: int) -> list[Node]:
+        def start(*num_cpus: int, env: Callable[[int], dict[str, str]] = lambda _: {}) -> list[Node]:
             nodes = stack.enter_context(start_nodes(len(num_cpus), shared=[tmp_path]))
             for node, number in zip(nodes, num_cpus, strict=True):
+                node.env |= env(node.number)
                 node.start_ray(head=nodes[0], num_cpus=number, timeout_s=400)
             return nodes
 
@@ -90,16 +103,34 @@ def _assert_nothing_left(node: Node) -> None:
     assert not _has(node, "sglang")
 
 
-def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(cluster, tmp_path):
-    two = cluster(3, 2)  # exactly enough CPUs: an episode worker, 2 ranks and 2 engines
-    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=4")
-    _finish(_start(two[0], "demo", *settings, *_ON_BOTH, "trainer.name=two"))
-    run = tmp_path / "two"
+def _train_on_both(two: Sequence[Node], settings: Sequence[str], run: Path) -> dict[int, dict[str, Any]]:
+    """Train four steps on two nodes, with a rank on each; return the metrics."""
+    _finish(_start(two[0], "demo", *settings, *_ON_BOTH, f"trainer.run_dir={run.parent}", f"trainer.name={run.name}"))
     assert len(set(_nodes_of(run, "actor"))) == 2  # so each engine maps the memory of one rank, and not of the other
     steps = read_steps(run)
     assert [step["weight_update/verified"] for step in steps.values()] == [1.0] * 4
     for node in two:
         _assert_nothing_left(node)
+    return steps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")
+def test_two_nodes_with_a_gpu_each_train_and_update_weights_over_the_network(cluster, tmp_path):
+    log = str(tmp_path / "nccl.%h.%p")
+    two = cluster(
+        3, 2, env=lambda number: {"CUDA_VISIBLE_DEVICES": str(number), "NCCL_DEBUG_FILE": log, **_ONLY_SOCKETS}
+    )
+    _train_on_both(two, (*_SMALL, *_SHARED_GPU, "trainer.total_steps=4"), tmp_path / "two")
+    connected = {file.name for file in tmp_path.glob("nccl.*") if "via NET/Socket" in file.read_text()}
+    assert len(connected) == 4, connected  # two training ranks, and two engines, to which the weights are sent
+
+
+def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(cluster, tmp_path):
+    two = cluster(3, 2)  # exactly enough CPUs: an episode worker, 2 ranks and 2 engines
+    settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=4")
+    run = tmp_path / "two"
+    steps = _train_on_both(two, settings, run)
 
     _train_here(*settings, "trainer.name=one")
     expected = read_steps(tmp_path / "one")

@@ -81,6 +81,7 @@ class Node:
         number: number of the node, from 0.
         name: its host name.
         address: address of its interface eth0, by which the nodes reach each other.
+        env: environment variables of its commands, in addition to those of this process.
     """
 
     def __init__(self, number: int, switch: _Namespaces, shared: Sequence[Path], env: Mapping[str, str]) -> None:
@@ -88,7 +89,7 @@ class Node:
         self.name = f"node{number}"
         self.address = f"10.77.0.{number + 1}"
         self._switch = switch
-        self._env = env
+        self.env = dict(env)
         self._namespaces = _Namespaces()
         try:
             self.run("hostname", self.name)
@@ -127,7 +128,7 @@ class Node:
         Args:
             options: options of `subprocess.Popen`. An `env` is added to the environment of this process.
         """
-        env = {**os.environ, **self._env, **options.pop("env", {})}
+        env = {**os.environ, **self.env, **options.pop("env", {})}
         return subprocess.Popen(self._namespaces.enter(command), env=env, text=True, **options)
 
     def run(self, *command: str, timeout_s: float = 30.0) -> str:
@@ -137,7 +138,7 @@ class Node:
             RuntimeError: its exit status is not 0; the message has its output.
             subprocess.TimeoutExpired: it did not exit within `timeout_s`.
         """
-        return _output(self._namespaces.enter(command), timeout=timeout_s, env={**os.environ, **self._env})
+        return _output(self._namespaces.enter(command), timeout=timeout_s, env={**os.environ, **self.env})
 
     def start_ray(self, *, head: "Node", num_cpus: int, timeout_s: float = 120.0) -> None:
         """Start a Ray node here, of the cluster whose head is on `head`, which may be this node.
@@ -151,10 +152,9 @@ class Node:
             role = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
         else:
             role = [f"--address={head_address}"]
-        ray = str(Path(sys.executable).parent / "ray")
         memory = f"--object-store-memory={300 << 20}"
         options = [f"--node-ip-address={self.address}", f"--num-cpus={num_cpus}", memory]
-        self.run(ray, "start", *role, *options, timeout_s=timeout_s)
+        self.run(sys.executable, "-m", "ray.scripts.scripts", "start", *role, *options, timeout_s=timeout_s)
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the node except its init process, also those whose parent has exited."""
