@@ -6,7 +6,7 @@ from tidemill_trainer.bench.page import page
 from tidemill_trainer.bench.result import measure
 from tidemill_trainer.bench.shapes import SHAPES, write_inputs
 from tidemill_trainer.cli import BENCH_CONFIG, DEMO_CONFIG, _parse
-from tidemill_trainer.config_file import load_config
+from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.metrics import QUANTILES
 from tidemill_trainer.plan.model import count_model
@@ -97,6 +97,12 @@ def test_inputs_of_a_shape_are_created_without_weights(tmp_path, progress):
 def test_inputs_of_another_model_are_its_own(tmp_path):
     config = load_config(BENCH_CONFIG, [f"model.path={tmp_path}", f"trainer.run_dir={tmp_path}"])
     assert write_inputs(config, num_steps=2) == []
+
+
+def test_names_of_models_are_listed_if_there_is_no_such_folder(tmp_path):
+    config = load_config(BENCH_CONFIG, ["model.path=qwen3-5b", f"trainer.run_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="'qwen3-5b' is neither a folder"):
+        write_inputs(config, num_steps=2)
 
 
 def test_arguments_of_the_command():

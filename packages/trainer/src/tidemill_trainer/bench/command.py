@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tidemill_trainer.bench.lengths import parse_lengths
 from tidemill_trainer.bench.page import page
 from tidemill_trainer.bench.result import facts, measure
@@ -18,6 +20,9 @@ from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.plan.model import count_model
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
+
+_LARGE = 100_000_000
+"""Parameters from which a step takes too long on a CPU."""
 
 
 def bench_config(path: Path, overrides: Sequence[str], *, num_steps: int, lengths: str | None) -> Config:
@@ -56,6 +61,12 @@ def fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress, warmup:
     from tidemill_trainer.gpus import engine_gpus, placed, training_gpus
     from tidemill_trainer.trainer import Trainer
 
+    sizes = count_model(replace(config.model, lora=None))
+    if sizes.total > _LARGE and config.trainer.ray_address is None and not torch.cuda.is_available():
+        progress.warn(
+            f"this machine has no GPU: a step with {sizes.total / 1e9:.1f} billion parameters may take hours; a "
+            "benchmark for a CPU is: tidemill bench recipes/demo.toml --lengths 6"
+        )
     lines: list[Mapping[str, Any]] = []
     ends_s: list[float] = []
     with Cluster(config, run, progress) as cluster, cluster.watch():
@@ -78,7 +89,7 @@ def fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress, warmup:
                 Trainer(config, cluster, inputs, run, progress).fit()
         finally:
             if len(lines) > 1:
-                figures = measure(config, count_model(replace(config.model, lora=None)), lines, ends_s, used)
+                figures = measure(config, sizes, lines, ends_s, used)
                 _write(facts(config, arguments, warmup, sampler) | figures, run, progress)
 
 

@@ -39,8 +39,8 @@ def parse_lengths(text: str) -> list[int]:
             "--lengths must be a number, lognormal:MEAN,MAX, the metrics.jsonl of a run, or a file with one number per "
             f"line; got {text!r}: {error}"
         ) from error
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(f"--lengths must have numbers >= 1, got {min(lengths, default=None)} in {text!r}")
+    if min(lengths, default=0) < 1:
+        raise ConfigError(f"--lengths must have numbers >= 1, got {min(lengths, default='none')} in {text!r}")
     return lengths
 
 

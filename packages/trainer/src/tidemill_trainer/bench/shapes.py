@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -84,14 +85,22 @@ def write_inputs(config: Config, num_steps: int) -> list[str]:
 
     Returns:
         Overrides with the paths of the model and, unless the configuration has them, of problems.
+
+    Raises:
+        ConfigError: `model.path` is neither a name nor a folder.
     """
     name, folder = config.model.path, Path(config.trainer.run_dir) / "shapes"
     if name in _DEMO:
         from tidemill_trainer.demo import write_assets
 
         return write_assets(folder / "tiny", config.trainer.seed)
-    if name not in SHAPES or Path(name).is_dir():
+    if Path(name).expanduser().is_dir():
         return []
+    if name not in SHAPES:
+        raise ConfigError(
+            f"config key model.path: {name!r} is neither a folder with a model nor a model with random weights, which "
+            f"are {', '.join(['tiny', *SHAPES])}"
+        )
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
