@@ -25,12 +25,9 @@ class DeviceMemory:
     """An allocation of a GPU that other processes of this machine can map.
 
     Attributes:
-        pid: process that owns the allocation.
         buffer_id: number that no other allocation of that process ever has.
         handle: CUDA IPC handle, 64 bytes in hexadecimal.
         address: start of the allocation in the owner's address space.
-        num_bytes: size of the allocation.
-        device_uuid: UUID of the GPU.
     """
 
     pid: int
@@ -82,15 +79,8 @@ def _check(code: int, what: str, error: type[RuntimeError] = RuntimeError) -> No
 def export(address: int, device: torch.device) -> DeviceMemory:
     """Return a handle to the allocation that contains `address`. Do not free it while another process maps it.
 
-    Args:
-        address: any address in GPU memory of this process.
-        device: GPU of the address.
-
     Returns:
         The whole allocation, which can be larger than the tensor at `address`. Equal for all addresses in it.
-
-    Raises:
-        NotExportableError: CUDA cannot share this kind of memory.
     """
     driver = _driver()
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
@@ -156,9 +146,6 @@ class ImportedMemory:
 
     Attributes:
         address: start of the allocation in this process. Valid until `close`.
-
-    Raises:
-        RuntimeError: CUDA cannot map it: its owner has exited, or the two GPUs have no peer access.
     """
 
     def __init__(self, memory: DeviceMemory, device: torch.device) -> None:
@@ -201,9 +188,6 @@ class DeviceArena:
 
     Attributes:
         data: uint8 [num_bytes].
-
-    Raises:
-        RuntimeError: there is not enough memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

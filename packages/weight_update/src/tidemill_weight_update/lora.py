@@ -115,11 +115,7 @@ def base_name(name: str) -> str:
 
 
 def parse(name: str, config: LoraConfig) -> tuple[str, Literal["A", "B"]]:
-    """Return the linear layer of an adapter's tensor, as the model names it, and which of the two matrices it is.
-
-    Raises:
-        ValueError: it is not the name of an adapter matrix of a linear layer, or `config` does not list the layer.
-    """
+    """Return the linear layer of an adapter's tensor, as the model names it, and which of the two matrices it is."""
     found = _ADAPTER.fullmatch(name)
     if found is None:
         raise ValueError(f"expected the name of a LoRA matrix such as '....q_proj.lora_A.weight', got {name!r}")
@@ -138,13 +134,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def pairs_of(named_tensors: Iterable[tuple[str, Tensor]], config: LoraConfig) -> dict[str, Pair]:
-    """Return by layer A [r, inputs] and B [outputs, r], unchanged, in the order of the layers.
-
-    Raises:
-        TypeError: an item is not a `(name, tensor)` pair, is a LocalShard, or has no dense storage.
-        ValueError: there are none, a matrix is passed twice, has another shape, or lacks its counterpart, or `parse`
-            raises.
-    """
+    """Return by layer A [r, inputs] and B [outputs, r], unchanged, in the order of the layers."""
     seen: set[str] = set()
     found: dict[str, dict[str, Tensor]] = {}
     for item in named_tensors:

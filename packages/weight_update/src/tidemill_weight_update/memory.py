@@ -65,8 +65,6 @@ class BucketHandle:
 
     Attributes:
         index: position in the update, from 0.
-        entries: tensors and their byte ranges in `memory`.
-        memory: memory that holds the bytes.
         weight_version: version the engine reports after loading the bucket; set on the last bucket of an update only.
     """
 
@@ -137,11 +135,7 @@ def _available_bytes() -> int:
 
 
 def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
-    """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader.
-
-    Raises:
-        ValueError: the device type is not supported.
-    """
+    """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader."""
     _check_device(device)
     if device.type == "cpu":
         return HostArena(max(num_bytes, 1))
@@ -150,11 +144,7 @@ def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
 
 
 def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
-    """Return an arena of `num_bytes` on `device` that stock SGLang can open.
-
-    Raises:
-        ValueError: the device type is not supported.
-    """
+    """Return an arena of `num_bytes` on `device` that stock SGLang can open."""
     _check_device(device)
     if device.type == "cpu":
         return HostArena(max(num_bytes, 1))
@@ -169,12 +159,7 @@ def _check_device(device: torch.device) -> None:
 
 
 class ArenaRing(Generic[M]):
-    """Arenas used in rotation, each grown to the largest bucket it had to hold.
-
-    Args:
-        length: number of arenas.
-        new: creates an arena of the given size in bytes.
-    """
+    """Arenas used in rotation, each grown to the largest bucket it had to hold."""
 
     def __init__(self, length: int, new: Callable[[int], Arena[M]]) -> None:
         self._new = new
@@ -245,11 +230,7 @@ class MappedMemories:
         self._open: dict[_Key, Tensor | ImportedMemory] = {}
 
     def open(self, memories: Iterable[Memory]) -> None:
-        """Map these memories and unmap all others. Host memory stays mapped as long as a tensor refers to it.
-
-        Raises:
-            RuntimeError: a memory cannot be opened, or its path leads to another file now.
-        """
+        """Map these memories and unmap all others. Host memory stays mapped as long as a tensor refers to it."""
         wanted = {_key(memory): memory for memory in memories}
         for key in self._open.keys() - wanted.keys():
             mapping = self._open.pop(key)

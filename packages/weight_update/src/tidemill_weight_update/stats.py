@@ -17,7 +17,6 @@ class UpdateStats:
             engines of both paths were updated, the sum.
         num_tensors: number of tensors this rank sent a part of; on the stock path, number of all tensors.
         num_buckets: number of buckets that carried `num_bytes`.
-        weight_version: version the engines report after this update.
         verified: whether all engines compared the checksums of what was sent with the checksums of what they read while
             they copied it into their parameters. The parameters are not read again after the copy.
         num_unverified: number of tensors that the checksums do not cover: tensors spread unevenly over the ranks of an

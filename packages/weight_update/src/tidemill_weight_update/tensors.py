@@ -136,11 +136,7 @@ class LocalShard:
 
 
 def box_of_shard(name: str, shard: ShardLike) -> Box:
-    """Return the indices that a part of tensor `name` covers in the whole tensor.
-
-    Raises:
-        ValueError: the replica does not exist, or the part is not inside the whole tensor.
-    """
+    """Return the indices that a part of tensor `name` covers in the whole tensor."""
     start, shape, whole = tuple(shard.start), tuple(shard.tensor.shape), tuple(shard.global_shape)
     problem = f"the LocalShard of tensor {name!r} does not fit its global shape:"
     if not 0 <= shard.replica < shard.num_replicas:
@@ -187,10 +183,6 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
 
     Args:
         dtype: see `sent_dtype`.
-
-    Raises:
-        TypeError: the tensor has no dense storage, or its class hides where its values are.
-        ValueError: a LocalShard that does not fit its tensor, or a DTensor whose values do not fit its placements.
     """
     if not isinstance(tensor, Tensor):
         box = box_of_shard(name, tensor)
@@ -238,11 +230,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def dense_values(name: str, tensor: Tensor) -> Tensor:
-    """Return the values of `tensor` in memory that can be read by address.
-
-    Raises:
-        TypeError: its class hides where its values are, or its memory was freed.
-    """
+    """Return the values of `tensor` in memory that can be read by address."""
     values = unwrapped(tensor)
     if is_traceable_wrapper_subclass(values) or values.data_ptr() == 0:
         raise TypeError(
@@ -299,10 +287,6 @@ def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -
 def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] | None:
     """Return the indices that this rank's part of a DTensor covers, and index and number of its
     equal copies; None if this rank holds no part.
-
-    Raises:
-        TypeError: an unsupported placement.
-        ValueError: the local values do not fit the placements.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

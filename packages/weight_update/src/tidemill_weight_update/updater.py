@@ -195,8 +195,6 @@ class WeightUpdater:
         """Send tensors to the engines.
 
         Args:
-            describe: returns the tensors.
-            version: version that the engines report afterwards.
             readmitted: engines to readmit; None: all that are not excluded.
         """
         started = time.perf_counter()

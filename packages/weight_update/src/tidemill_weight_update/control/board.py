@@ -34,11 +34,7 @@ class LinkError(RuntimeError):
 
 
 class Board(Protocol):
-    """One process's view of a board.
-
-    Attributes:
-        path: path by which engine ranks open it.
-    """
+    """One process's view of a board."""
 
     path: str
 
@@ -115,12 +111,7 @@ class SharedBoard:
 
     @classmethod
     def open(cls, path: str) -> "SharedBoard":
-        """Open the board of another process.
-
-        Raises:
-            RuntimeError: that process has exited or closed it, or runs on another machine, in another container or as
-                another user.
-        """
+        """Open the board of another process."""
         file, _, inode = path.partition("#")
         try:
             fd = os.open(file, os.O_RDWR)
@@ -200,8 +191,6 @@ class PollingWait:
     """Polling wait with back-off and a no-progress timeout.
 
     Args:
-        timeout_s: longest time without progress.
-        what: what is waited for, used in the error message.
         check: called about every 50 ms; raises if the wait has become pointless, for example because a process has
             exited.
     """
@@ -218,11 +207,7 @@ class PollingWait:
         self._polls = 0
 
     def pause(self) -> None:
-        """Wait a moment before the next poll.
-
-        Raises:
-            TimeoutError: no progress for `timeout_s`.
-        """
+        """Wait a moment before the next poll."""
         self._polls += 1
         if self._polls < 50:
             return
@@ -255,7 +240,6 @@ def has_exited(pid: int, location: int | None = None) -> bool:
     """Return whether the process is known to have exited, including zombies.
 
     Args:
-        pid: process ID.
         location: where the process runs, None for here; a process of another machine is never known to have exited.
     """
     if location not in (None, here()):

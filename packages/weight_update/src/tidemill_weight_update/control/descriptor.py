@@ -103,9 +103,6 @@ class Request:
         mailboxes: paths of the mailboxes of the trainer ranks, in rank order; the engine ranks report in that of rank
             0.
         first_receiver: row of the engine's rank 0 in the mailboxes; rank r has row `first_receiver + r`.
-        num_receivers: number of ranks of the engine.
-        partial: whether parameters without a tensor keep their values; otherwise they are an error.
-        timeout_s: longest wait without progress.
     """
 
     sequence: int
@@ -122,11 +119,7 @@ def request_to_json(request: Request) -> str:
 
 
 def request_from_json(text: str) -> Request:
-    """Return the request inside `text`.
-
-    Raises:
-        ValueError: it is not the text of a request of this version of the package.
-    """
+    """Return the request inside `text`."""
     try:
         fields = json.loads(text)
         return Request(**fields | {"mailboxes": tuple(fields["mailboxes"])})

@@ -119,10 +119,6 @@ class RemoteInput(Protocol):
 
         Args:
             memory: where the trainer keeps the bucket.
-            check: raises if the wait has become pointless.
-
-        Raises:
-            RuntimeError: the connection broke, or nothing arrived in time.
         """
         ...
 
@@ -133,7 +129,6 @@ class Mailbox:
     """One process's view of the mailbox of a trainer rank. Engine ranks report in that of trainer rank 0.
 
     Args:
-        board: board of the trainer rank.
         remote_input: on an engine rank, how it receives memory that it cannot map; None if it maps the trainer's
             memory.
     """
@@ -220,11 +215,7 @@ class Mailbox:
         self.board.put("report", receiver, _stamp(sequence, state), *own_process(), len(text))
 
     def write_totals(self, receiver: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Write what `receiver` copied of each tensor; the next `report` announces it.
-
-        Raises:
-            ValueError: there are more tensors than an update supports.
-        """
+        """Write what `receiver` copied of each tensor; the next `report` announces it."""
         if len(checksums) > MAX_TENSORS:
             raise ValueError(f"one update supports at most {MAX_TENSORS} tensors, got {len(checksums)}")
         self.board.write("totals", 2 * receiver, checksums)
@@ -247,11 +238,7 @@ class Mailbox:
         return self.board.get("trainer", 0)[0] >> 32 == sequence
 
     def declared(self, sequence: int) -> int | None:
-        """Return the number of the declaration that the update sends, or None before the update is open.
-
-        Raises:
-            RuntimeError: as in `published`.
-        """
+        """Return the number of the declaration that the update sends, or None before the update is open."""
         stamp, _, _, number, *_ = self._trainer(sequence)
         return number if stamp & 7 in (TrainerState.OPEN, TrainerState.SENT) else None
 
@@ -331,11 +318,8 @@ class Readers:
     """The engine ranks that must read what this trainer rank publishes.
 
     Args:
-        sequence: number of the update.
         own: this rank's mailbox, where engine ranks acknowledge what they have read.
         control: mailbox of trainer rank 0, where they report.
-        num_receivers: number of engine ranks; their rows are 0 to `num_receivers - 1`.
-        timeout_s: longest wait for one of them to make progress.
 
     Attributes:
         max_wait_s: longest wait of this rank while other engines wait for it.
@@ -350,23 +334,12 @@ class Readers:
         self._timeout_s = self.max_wait_s = timeout_s
 
     def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
-        """Send a published bucket to the readers that cannot map it; here there are none.
-
-        Args:
-            descriptor: descriptor of the bucket.
-            arena: memory that holds the bucket, uint8; None if it is read in place.
-
-        Raises:
-            TimeoutError: an engine made no progress in time.
-        """
+        """Send a published bucket to the readers that cannot map it; here there are none."""
 
     def wait(self, num_buckets: int) -> None:
         """Return when no reader needs the first `num_buckets` buckets any more. Failed and exited readers need none.
 
         Rank 0 excludes engine ranks that make no progress, for all trainer ranks; the other ranks wait longer than it.
-
-        Raises:
-            TimeoutError: an engine made no progress in time and rank 0 did not exclude it.
         """
         is_first = self._own is self._control
         timeout_s = self._timeout_s if is_first else 2 * self._timeout_s

@@ -42,14 +42,7 @@ _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32}
 
 
 def mix32(values: Tensor) -> Tensor:
-    """Mix 32-bit integers: flipping any input bit flips each output bit in 49 to 51 % of cases.
-
-    Args:
-        values: int64, any shape; only the low 32 bits are read.
-
-    Returns:
-        int64 of the same shape, in [0, 2**32).
-    """
+    """Mix 32-bit integers: flipping any input bit flips each output bit in 49 to 51 % of cases."""
     mixed = (values + MIX_START) & _MASK32
     for factor in MIX_FACTORS:
         mixed *= factor  # 64-bit product; the sign does not matter
@@ -68,9 +61,6 @@ def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
 
     Returns:
         int64 [], on the device of `rows`.
-
-    Raises:
-        TypeError: the element size is not 1, 2, 4 or 8 bytes.
     """
     if rows.element_size() not in _BITS:
         raise TypeError(f"checksums need elements of 1, 2, 4 or 8 bytes, got {rows.dtype}")
@@ -121,11 +111,6 @@ def has_non_finite(rows: Tensor) -> bool:
 
 class TensorSums:
     """Checksums by tensor, and whether it has non-finite elements: accumulated on a device, read on the host.
-
-    Args:
-        num_tensors: number of tensors.
-        device: device of the sums.
-        finds_non_finite: whether non-finite elements are looked for.
 
     Attributes:
         checksums: int64 [num_tensors] on the device.

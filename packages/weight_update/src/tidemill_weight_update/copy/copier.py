@@ -21,8 +21,6 @@ class Copier:
     """Runs copy tables on a device: with torch's views and copies on a CPU, with one kernel on a GPU.
 
     Args:
-        tables: copies to run; see `CopyTable`.
-        device: device on which they run.
         checksum_of: elements that `run` sums and checks: those read ("source"), or those written after a cast
             ("target").
         keeps: whether views of the blocks of the last run are kept for the next one, and with them the blocks.
@@ -96,10 +94,6 @@ class HostCopier:
         memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
             from the first byte of a memory, whatever its own dtype and shape.
         targets: tensors that the tables' `target` columns index; offsets count elements of `dst_dtype`.
-        checksum_of: see `Copier`.
-
-    Raises:
-        ValueError: a copy exceeds a memory or target, or one is not aligned to its dtype.
     """
 
     def __init__(

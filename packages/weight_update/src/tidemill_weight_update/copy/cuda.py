@@ -51,9 +51,6 @@ class CudaCopier:
             process.
         checksum_of: elements that `run` sums and checks: those read ("source"), or those written after a cast
             ("target").
-
-    Raises:
-        ValueError: a table casts between other dtypes, or has elements of another size than 1, 2, 4 or 8 bytes.
     """
 
     def __init__(
@@ -87,16 +84,9 @@ class CudaCopier:
         The sizes of the memories are unknown here: the caller has checked that the tables stay inside them.
 
         Args:
-            memory_bases: addresses that the tables' `memory` columns index.
-            target_bases: addresses that the tables' `target` columns index; not used if `write` is False.
             checksums: contiguous int64 [number of tensors] on the device, added to; or None.
             non_finite: contiguous int32 [number of tensors] on the device, set to 1 for tensors with infinite or NaN
                 elements; or None.
-            write: False only reads.
-
-        Raises:
-            ValueError: an address is missing or not aligned to its elements, or non-finite elements of a dtype cannot
-                be found.
         """
         memories = self._found("memory", memory_bases)
         targets = self._found("target", target_bases if write else [0] * self._num_blocks["target"])

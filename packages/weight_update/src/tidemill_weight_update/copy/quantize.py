@@ -68,12 +68,7 @@ def is_aligned(block: Block) -> bool:
 
 
 class QuantizeTable:
-    """Matrices of one dtype on one GPU, described once; it refers to their memory but keeps none alive.
-
-    Args:
-        blocks: the matrices.
-        aligned: whether `is_aligned` holds for each.
-    """
+    """Matrices of one dtype on one GPU, described once; it refers to their memory but keeps none alive."""
 
     def __init__(self, blocks: Sequence[Block], *, aligned: bool) -> None:
         values = blocks[0][0]

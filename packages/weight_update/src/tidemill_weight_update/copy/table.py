@@ -100,13 +100,9 @@ def build_tables(
     """Return the tables that execute `copies`, one per pair of dtypes, in the order in which the pairs first appear.
 
     Args:
-        copies: copies of a plan.
         sources: all tensors that are sent; a table's `tensor` is an index into this.
         shards: source name -> disjoint shards; what they do not contain is not copied. Pass one of several replicas.
         targets: names of parameters; a table's `target` is an index into this.
-
-    Raises:
-        ValueError: a copy of a source or into a parameter that is not listed, or a box with the wrong number of dims.
     """
     index_of = {spec.name: index for index, spec in enumerate(sources)}
     target_of = {name: index for index, name in enumerate(targets)}

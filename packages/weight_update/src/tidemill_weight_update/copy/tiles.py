@@ -77,13 +77,6 @@ def cut(
     Args:
         tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
         memory_aligned: for each memory, whether its base address is a multiple of VECTOR_BYTES.
-        target_aligned: the same for each target.
-
-    Returns:
-        The groups that have tiles.
-
-    Raises:
-        ValueError: there are more tiles than fit into one launch.
     """
     columns = {name: getattr(table, name).astype(np.int64) for name in SEGMENT_FIELDS[:11]}
     for pitch in ("src_pitch", "dst_pitch", "pos_pitch"):  # arbitrary for a single row

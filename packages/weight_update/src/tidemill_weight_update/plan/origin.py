@@ -64,17 +64,12 @@ def trace(
     """Return the origin of the elements of a view.
 
     Args:
-        origin: origin of the tensor that is viewed.
         offset: first element of the view, in elements of that tensor.
-        shape: shape of the view.
         strides: strides of the view, in elements of that tensor.
 
     Returns:
         The origin of the view, with one dim per run, and the runs in the order of the view's dims. Dims of size 1 have
         no run; a dim that was flattened from several dims has one run for each.
-
-    Raises:
-        UntraceableError: the view consists of too many boxes.
     """
     runs = _runs(origin.shape, shape, strides)
     counted = [run.size if run.origin_dim is None else 1 for run in runs]
@@ -96,7 +91,6 @@ class Piece:
     """A part of a copy.
 
     Attributes:
-        source: index of its source.
         box: its box there.
         first: its first element in the target.
         strides: strides in the target by dim of the box.

@@ -121,7 +121,6 @@ class _Coverage:
     Attributes:
         uncovered: parameter -> number of elements that nothing writes, or only code that runs before or after the
             sources are loaded.
-        overwritten: parameter -> number of elements that more than one write hits.
         unknown: parameters whose writes are too scattered to count.
     """
 
@@ -131,11 +130,7 @@ class _Coverage:
 
 
 def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
-    """Count writes, exactly for each element. No write may hit an element twice by itself.
-
-    Args:
-        sizes: number of elements of each parameter.
-    """
+    """Count writes, exactly for each element. No write may hit an element twice by itself."""
     of_parameter: dict[str, list[Write]] = {name: [] for name in sizes}
     for write in writes:
         of_parameter[write.parameter].append(write)
@@ -195,9 +190,6 @@ def _left_to_loader(coverage: _Coverage, writes: Sequence[Write], names: Mapping
 
     A replay writes the fills, then the copies, then calls `load_weights` with these names. That changes the order of
     writes, so all writes to a parameter are left to `load_weights` if two of them hit the same element.
-
-    Args:
-        names: sources that are already left to `load_weights`.
     """
     left = dict(names)
     for write in writes:

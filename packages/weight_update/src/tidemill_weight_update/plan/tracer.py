@@ -32,10 +32,6 @@ class Write:
     """A write of loading to elements `offset + sum(i_d * strides[d])` of `parameter`, for all `i` below `shape`.
 
     Attributes:
-        parameter: name of the parameter.
-        offset: first element.
-        shape: sizes.
-        strides: strides in elements.
         names: sources of the values; empty for a fill, and for values that depend on no source.
         during: source that loading had requested last; None before the first and after the last one.
         replay: how to repeat it; None if that requires `load_weights`.
@@ -56,9 +52,7 @@ class _Values:
 
     Attributes:
         tensor: tensor that keeps the storage.
-        names: sources that the values depend on.
         origin: origin of the elements, whose parts count `names`; None if they were computed.
-        dtype: dtype of the values.
         rounded: dtype to which the values were rounded; None if they are those of the source.
     """
 
@@ -144,11 +138,7 @@ class Tracer(TorchDispatchMode):
             return self._compute(func, args, kwargs, tuple(sorted(names)))
 
     def _follow(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Trace an operation that only moves values.
-
-        Raises:
-            UntraceableError: the operation does more than move values.
-        """
+        """Trace an operation that only moves values."""
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
         if func is _aten.clone.default or func is _aten._to_copy.default:
@@ -164,11 +154,7 @@ class Tracer(TorchDispatchMode):
         raise UntraceableError(f"{func} computes with it")
 
     def _moved(self, tensor: Tensor) -> tuple[_Values, Origin]:
-        """Return what a tensor stands for, and its origin.
-
-        Raises:
-            UntraceableError: the tensor does not consist of parts of sources.
-        """
+        """Return what a tensor stands for, and its origin."""
         values = self._of(tensor)
         if values is None:
             raise UntraceableError("it is combined with a tensor that is not a source")
@@ -353,12 +339,7 @@ def _constant(func: Any, args: tuple) -> float | None:
 
 
 def _rounding(values: _Values, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype to which values have been rounded after a cast to `dtype`.
-
-    Raises:
-        ConversionError: the cast is not between floating-point dtypes.
-        UntraceableError: the cast rounds a second time.
-    """
+    """Return the dtype to which values have been rounded after a cast to `dtype`."""
     if values.dtype == dtype:
         return values.rounded
     if not (values.dtype.is_floating_point and dtype.is_floating_point):

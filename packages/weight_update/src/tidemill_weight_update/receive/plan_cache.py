@@ -23,9 +23,6 @@ from tidemill_weight_update.tensors import Box, SourceSpec, are_disjoint, contig
 class Manifest:
     """All tensors that the trainer ranks declared.
 
-    Args:
-        declared: descriptors of each trainer rank.
-
     Attributes:
         declared: descriptors of each trainer rank.
         descriptors: all of them, in rank order.
@@ -33,9 +30,6 @@ class Manifest:
         names: sorted names.
         index: position of each name in `names`.
         numel: number of elements of each name, at least 1, int64 [num_names].
-
-    Raises:
-        ValueError: trainer ranks disagree about a tensor, or do not send each of its elements exactly once.
     """
 
     def __init__(self, declared: Sequence[Sequence[BucketDescriptor]]) -> None:
@@ -80,13 +74,8 @@ class BucketCopies:
 
     Args:
         descriptor: descriptor of the bucket; without memories if its bytes are received.
-        plan: plan of at least the sources in `descriptor`.
-        parameters: parameters of the model, by name.
-        device: device of the model.
-        mapped: the open memories of the trainer.
 
     Attributes:
-        sources: sources of the descriptor.
         counts: number of elements of each source that are copied here, int64 [num_sources].
         sums: checksums of the sources, as the last run read them.
         staged: sources that are loaded by the model's own loader.
@@ -168,21 +157,10 @@ def write_fills(parameters: Mapping[str, Tensor], fills: Iterable[Fill]) -> None
 class Copies:
     """The copies of all buckets of a declaration, for one plan.
 
-    Args:
-        manifest: the declaration.
-        boxes: mailboxes of the trainer ranks.
-        plan: plan of its sources.
-        model: model that receives them.
-        mapped: the open memories of the trainer.
-
     Attributes:
-        manifest: the declaration.
-        plan: the plan.
         in_place: copies of all buckets that are read in place, None if there are none. Together, the parts of a tensor
             on several GPUs are copied at about the same time, and no GPU has to serve all others at once.
-        num_in_place: number of buckets that are read in place.
         in_arena: copies of the other buckets of each trainer rank, by number.
-        all: all of them.
         counts: number of elements of each tensor that are copied here, int64 [num_names].
     """
 
@@ -243,12 +221,6 @@ class Copies:
 class PlanCache:
     """A model, and what an engine rank keeps for it between updates.
 
-    Args:
-        model: model with a `load_weights` that takes (name, tensor) pairs. Its parameters may move between updates.
-        may_ignore: returns whether a name that no parameter reads is expected.
-        finish: called after the copies of each update.
-        stored: plans on disk; None: there are none.
-
     Attributes:
         last_names: names of the tensors of the last update that loaded all parameters.
     """
@@ -276,12 +248,7 @@ class PlanCache:
         self._layout = self._find_parameters()
 
     def manifest(self, boxes: Sequence[Mailbox], numbers: Sequence[int]) -> Manifest:
-        """Return what the trainer ranks declared, read again if a number is not that of the last update.
-
-        Raises:
-            RuntimeError: a memory of the trainer cannot be opened.
-            ValueError: as in `Manifest`.
-        """
+        """Return what the trainer ranks declared, read again if a number is not that of the last update."""
         declared = tuple(zip(boxes, numbers, strict=True))
         if self._manifest is None or self._declared != declared:
             self._manifest = self._copies = None
@@ -297,12 +264,7 @@ class PlanCache:
         return self._manifest
 
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
-        """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed.
-
-        Raises:
-            RuntimeError: the model rejects a tensor.
-            ValueError: a tensor has the wrong dtype.
-        """
+        """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed."""
         if self._copies is None:
             wanted = {source.name: source for source in manifest.sources}
             if wanted != self._planned:  # recorded as a whole, so that its coverage is exact

@@ -32,14 +32,7 @@ MAX_NAMES = 200
 class Peers:
     """One rank's view of the ranks of its engine, in the mailbox of trainer rank 0.
 
-    Args:
-        control: mailbox of trainer rank 0.
-        request: request of the update.
-        rank: rank of this process in its engine.
-        check: raises if the trainer has exited.
-
     Attributes:
-        row: row of this rank.
         reached: last state that it reported.
     """
 
@@ -71,12 +64,7 @@ class Peers:
         self._check_own_row()
 
     def wait(self, state: int) -> None:
-        """Return when all ranks have reached `state`, also if one of them failed after it.
-
-        Raises:
-            RuntimeError: a rank has failed or exited, or the trainer has exited.
-            TimeoutError: no progress in time.
-        """
+        """Return when all ranks have reached `state`, also if one of them failed after it."""
         pending = set(self._rows) - {self.row}
         wait = PollingWait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
         while pending:
@@ -129,7 +117,6 @@ class UpdateSession:
     """The state of one update on one engine rank.
 
     Attributes:
-        peers: the ranks of this engine; this rank reports through it.
         changed: whether parameters may have been written to.
     """
 
@@ -307,9 +294,6 @@ class UpdateSession:
 
         A tensor can be compared if each element was copied equally often (once, or once per replica). Tensors that the
         model's own loader writes cannot be compared.
-
-        Raises:
-            RuntimeError: a tensor arrived with other values than were sent.
         """
         manifest = copies.manifest
         self.peers.share_totals(copies.checksums(), copies.counts)

@@ -17,16 +17,7 @@ from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_des
 
 
 class EngineLink:
-    """The engine rank's side of one link.
-
-    Args:
-        address: address of the link.
-        device: device of the model.
-        timeout_s: longest wait for a response of the store.
-
-    Raises:
-        LinkError: the store cannot be reached.
-    """
+    """The engine rank's side of one link."""
 
     def __init__(self, address: LinkAddress, device: torch.device, timeout_s: float) -> None:
         self.address = address

@@ -55,11 +55,7 @@ class LinkAddress:
 
 
 def listen(link: GroupLink) -> socket.socket:
-    """Return a socket that listens on the link's host and no other address.
-
-    Raises:
-        RuntimeError: the host is not an address of this machine, or the port is in use.
-    """
+    """Return a socket that listens on the link's host and no other address."""
     try:
         family, _, _, _, target = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(target[:2], family=family)
@@ -80,7 +76,6 @@ class LinkStore:
     """One process's connection to the store of a link.
 
     Args:
-        store: store that holds the values.
         session: random ID of the link, part of every key: values of another link are never found.
 
     Attributes:
@@ -92,11 +87,7 @@ class LinkStore:
         self.is_broken = False
 
     def call(self, action: Callable[[Store], T]) -> T:
-        """Return `action(store)`.
-
-        Raises:
-            LinkError: the link is closed, or the store does not respond.
-        """
+        """Return `action(store)`."""
         if self._store is None:
             raise LinkError("this link is closed; create another WeightUpdater")
         try:
@@ -109,11 +100,7 @@ class LinkStore:
         """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
 
         Args:
-            name: name of the wire, the same on both sides.
-            rank: TRAINER or ENGINE.
-            device: device of the memory that is sent or received.
             address: address of this machine on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
-            timeout_s: longest wait for the other side.
 
         Raises:
             LinkError: the store does not respond.
@@ -133,13 +120,7 @@ class LinkStore:
 
 
 class StoreBoard:
-    """The board of trainer rank `rank`; see `Board`. A record is one value, so its words are written and read at once.
-
-    Args:
-        link: store that all processes of the link share.
-        path: path by which engine ranks open the board.
-        rank: the trainer rank.
-    """
+    """The board of trainer rank `rank`. A record is one value, so its words are written and read at once."""
 
     def __init__(self, link: LinkStore, path: str, rank: int) -> None:
         self.path = path
@@ -195,9 +176,6 @@ def open_store(address: LinkAddress, timeout_s: float, server: Store | None = No
 
     Args:
         server: the store itself, in the process that hosts it.
-
-    Raises:
-        LinkError: it cannot be reached.
     """
     if server is None:
         try:

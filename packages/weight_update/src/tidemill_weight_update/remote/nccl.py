@@ -97,11 +97,7 @@ class Communicator:
         _check(code, None)
 
     def is_settled(self) -> bool:
-        """Return whether all started operations are set up, or queued on their stream.
-
-        Raises:
-            NcclError: an operation failed, or the connection broke.
-        """
+        """Return whether all started operations are set up, or queued on their stream."""
         code = ctypes.c_int()
         _check(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(code)), self._handle)
         _check(code.value, self._handle)
@@ -133,13 +129,6 @@ class NcclWire:
 
     The caller synchronizes the device before it starts a transfer: kernels of other communicators that run at the same
     time could deadlock with it.
-
-    Args:
-        store: store through which the sides find each other.
-        name: name of the wire.
-        rank: TRAINER or ENGINE.
-        device: the GPU.
-        timeout_s: longest wait for the other side.
     """
 
     def __init__(self, store: Store, name: str, rank: int, device: torch.device, timeout_s: float) -> None:

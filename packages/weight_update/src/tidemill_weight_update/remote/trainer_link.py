@@ -31,13 +31,6 @@ class Connections:
 
     The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
     opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
-
-    Args:
-        mailbox: mailbox of this trainer rank.
-        rank: this trainer rank.
-        store: store through which wires find each other.
-        address: address of this machine on which wires listen.
-        timeout_s: longest wait for an engine rank to connect.
     """
 
     def __init__(self, mailbox: Mailbox, rank: int, store: LinkStore, address: str, timeout_s: float) -> None:
@@ -60,11 +53,7 @@ class Connections:
         return messages[reader.parts]
 
     def wire(self, row: int, reader: Reader, device: torch.device) -> Wire:
-        """Return the wire to the engine rank in `row`; connect if there is none.
-
-        Raises:
-            WireError: it could not be connected.
-        """
+        """Return the wire to the engine rank in `row`; connect if there is none."""
         if row in self._wires and self._wires[row][0] != reader.wire:
             self.drop(row)
         if row not in self._wires:
@@ -104,15 +93,6 @@ class RemoteReaders(Readers):
 
     An engine rank that does nothing for half the time that an engine waits for its trainer is dropped, so that engines
     that wait for the next bucket meanwhile do not time out. The client of its engine reports the failure.
-
-    Args:
-        sequence: number of the update.
-        own: mailbox of this trainer rank.
-        control: mailbox of trainer rank 0.
-        num_receivers: number of engine ranks.
-        timeout_s: longest wait for one of them to make progress.
-        connections: wires to the engine ranks.
-        staging: memory to pack messages in, kept between updates.
     """
 
     def __init__(
@@ -251,10 +231,8 @@ class TrainerLink:
     again.
 
     Args:
-        link: the caller's configuration.
         rank: rank of this process among the trainer ranks; rank 0 hosts the store.
         staging_bytes: size of the memory to pack messages in.
-        timeout_s: longest wait for a response.
     """
 
     def __init__(self, link: GroupLink, rank: int, staging_bytes: int, timeout_s: float) -> None:
@@ -271,11 +249,7 @@ class TrainerLink:
         self._connections: Connections | None = None
 
     def open(self) -> tuple[int, int]:
-        """Open the store unless it is open; return its port and session. On rank 0 only.
-
-        Raises:
-            RuntimeError: the store cannot listen at the configured address.
-        """
+        """Open the store unless it is open; return its port and session. On rank 0 only."""
         if self._server is None:
             with listen(self._link) as socket:
                 port = socket.getsockname()[1]
@@ -300,9 +274,6 @@ class TrainerLink:
 
         Args:
             identity: return value of `open` on rank 0.
-
-        Raises:
-            RuntimeError: rank 0 cannot be reached.
         """
         if self._mailbox is None:
             self._identity = port, session = identity

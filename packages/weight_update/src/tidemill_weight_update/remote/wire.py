@@ -182,12 +182,7 @@ def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple
 
 
 class Message:
-    """The part of a bucket that is sent to engine ranks which read the same parts.
-
-    Args:
-        descriptor: descriptor of the bucket.
-        parts: text that lists the parts.
-    """
+    """The part of a bucket that is sent to engine ranks which read the same parts."""
 
     def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
         packed = pack_descriptor(descriptor, parts_from_json(parts))

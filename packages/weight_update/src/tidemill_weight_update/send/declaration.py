@@ -27,20 +27,11 @@ from tidemill_weight_update.tensors import (
 class Declaration:
     """Names, shapes, dtypes, layouts and addresses of tensors. It keeps no memory alive.
 
-    Args:
-        source: the tensors, or a function that makes them.
-        dtype: dtype in which floating-point tensors are sent; None: their own.
-        group_rank: rank of this process among the trainer ranks.
-
     Attributes:
         function: the function, if the tensors are made by one; the same function makes tensors of the same form.
         plain: names of the plain tensors.
         pieces: what this rank sends of each tensor, None if nothing; `Piece.local` has no data.
         is_own: for each tensor, whether its piece is its own memory and not a temporary copy.
-
-    Raises:
-        TypeError: an item is not a `(name, tensor)` pair, or the tensor has no dense storage.
-        ValueError: a duplicate name (except for parts of a tensor as `LocalShard`s), or no items at all.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype | None, group_rank: int) -> None:
@@ -101,11 +92,7 @@ class Declaration:
         return [name for name, now, before in both if now != before]
 
     def parts(self, items: Iterable[Item], skipped: Container[int], max_bytes: int) -> Iterator[Piece]:
-        """Yield what this rank sends, in parts of at most `max_bytes`, without the tensors at positions in `skipped`.
-
-        Raises:
-            ValueError: the tensors are not the declared ones in the declared order.
-        """
+        """Yield what this rank sends, in parts of at most `max_bytes`; raise unless the tensors are the declared ones."""
         seen: set[str] = set()
         count = 0
         for item in items:
@@ -172,8 +159,6 @@ class Transfer:
 
     Attributes:
         source: the tensors of this rank, or the function that makes them.
-        declaration: their description.
-        partial: whether parameters of the engines without a tensor keep their values.
         number: number of the declaration, equal on all ranks; 0 for tensors that the update itself describes.
     """
 

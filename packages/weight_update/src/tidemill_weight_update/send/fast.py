@@ -30,11 +30,9 @@ class Prepared:
     """The buckets of a declaration, as the sender declared them last.
 
     Attributes:
-        declaration: the declaration.
         fixed: buckets that refer to GPU memory by its address, with their addresses.
         passed: buckets whose tensors are passed for each update.
         positions: positions of the declared tensors in `fixed`.
-        memories: allocations that engines read in place.
         num_freed: number of allocations that torch had returned to CUDA before; see `cuda_memory.num_freed`.
     """
 
@@ -56,11 +54,6 @@ class FastPath:
 
     Args:
         bucket_bytes: maximum size of each half of the arena.
-        dtype: dtype in which floating-point tensors are sent; None: their own.
-        device: device of the arena; None: that of the first tensor.
-        allow_non_finite: whether infinite and NaN elements may be sent.
-        timeout_s: longest wait for an engine to make progress.
-        group_rank: rank of this process among the trainer ranks.
         link: connection to engines on other machines. With a link all tensors are copied to the arena, whose halves
             have half the size: the other half of the memory is needed to pack the part that each engine rank reads.
 
@@ -122,9 +115,6 @@ class FastPath:
 
         Args:
             begun: return values of `begin` on all ranks.
-
-        Raises:
-            RuntimeError: over a link, rank 0 cannot be reached.
         """
         if self._link is None:
             return tuple(path_of(identity) for identity in begun)
@@ -168,11 +158,9 @@ class FastPath:
         Rank 0 calls each engine once, in a thread. An error of any rank is raised on all.
 
         Args:
-            transfer: the declared tensors.
             fleet: engines of the update; empty except on rank 0.
             request: returns the request for an engine.
             control: path of the mailbox of trainer rank 0.
-            num_receivers: number of engine ranks.
             reads_first: whether a GPU reads the first bucket before the engines are called, unless these have a new
                 declaration to read meanwhile. The memory of the tensors is checked while it reads.
 
@@ -282,9 +270,6 @@ class FastPath:
     def _values(self, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
         """Yield the buckets in their order with their values. A function is called when the first one is requested, and
         its tensors are read one bucket at a time.
-
-        Raises:
-            ValueError: the tensors are not the declared ones.
         """
         prepared = self._prepared
         assert prepared is not None

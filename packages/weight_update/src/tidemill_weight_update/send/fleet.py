@@ -27,15 +27,12 @@ class Member:
     """One engine in one update.
 
     Attributes:
-        client: client of the engine.
-        name: name for messages.
         rows: rows of its ranks in the mailboxes; empty on the stock path.
         error: error message if it failed, else None.
         unchanged: whether it certainly holds the weights from before, all of one version.
         paused: whether it must be resumed at the end.
         stopped: whether it is paused because it may hold a mix of versions.
         holding: its client, if requests must be held back before `load` ends.
-        replies: reports of its ranks.
     """
 
     client: EngineClient
@@ -67,12 +64,7 @@ class Member:
 class Fleet:
     """The engines that take part in one update. If one fails, the others continue.
 
-    Args:
-        clients: clients of the engines.
-        in_flight: what happens to running requests: "wait" lets them finish, the others are SGLang's pause modes.
-
     Attributes:
-        members: one entry per engine.
         num_receivers: number of ranks of all engines with the tidemill loader.
         stock: members without the tidemill loader, as far as they responded.
         calls: load calls, in threads that wait for the responses.
@@ -329,14 +321,8 @@ class Engines:
         """Return the engines of an update.
 
         Args:
-            in_flight: what happens to their running requests.
             readmitted: engines that are updated although they may be excluded or new, and resumed afterwards. None:
                 all that are not excluded.
-
-        Raises:
-            TypeError: as in `distinct`.
-            ValueError: there are no engines, or one is listed twice.
-            RuntimeError: all are excluded.
         """
         chosen = [client for client in self._clients if id(client) not in self._excluded]
         if readmitted is not None:
@@ -372,12 +358,7 @@ class Engines:
 
 
 def distinct(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """Return the engines as a list.
-
-    Raises:
-        TypeError: they are not a list or tuple of engine clients.
-        ValueError: an engine is listed twice.
-    """
+    """Return the engines as a list."""
     if not isinstance(engines, Sequence):
         raise TypeError(f"engines must be a list of engine clients, got {engines!r}")
     for index, engine in enumerate(engines):

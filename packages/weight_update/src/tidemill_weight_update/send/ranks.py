@@ -56,10 +56,6 @@ class Ranks:
     whatever the backend of `process_group`, and `process_group` itself can still be used after a timeout. The default
     timeout is that of `process_group`. Without torch.distributed, or in a group of one, nothing is communicated. `rank`
     is the rank in the group.
-
-    Raises:
-        ValueError: this process is not a member.
-        RankLostError: another rank did not connect.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -80,9 +76,7 @@ class Ranks:
         """Return the numbers of all ranks on all ranks, or raise on every rank.
 
         Args:
-            error: error of this rank, if any.
             numbers: signed 64-bit numbers, the same count on each rank.
-            timeout_s: longest wait for another rank.
 
         Raises:
             Exception: `error` itself, on its rank, with a note that names the rank.
@@ -113,13 +107,8 @@ class Ranks:
         """Return on every rank if the digests are equal, or raise on every rank.
 
         Args:
-            error: error of this rank, if any.
             digest: signed 64-bit; must be equal on all ranks.
             description: what `digest` is computed from; shown if the digests differ.
-
-        Raises:
-            Exception: as in `exchange`.
-            RuntimeError: digests differ.
         """
         digests = self.exchange(error, [digest])
         if any(row != digests[0] for row in digests):
@@ -234,15 +223,7 @@ class PlainCheck:
         return self._hashed[1]
 
     def check(self, names: Collection[str], digests: list[int]) -> None:
-        """Compare the names of the plain tensors of all ranks. Collective.
-
-        Args:
-            names: those of this rank.
-            digests: `digest` of each rank.
-
-        Raises:
-            ValueError: a rank has a plain tensor that rank 0 does not have; raised on every rank.
-        """
+        """Raise ValueError on every rank if one has a plain tensor that rank 0 does not have. Collective."""
         if all(other in (0, digests[0]) for other in digests) or digests == self._checked:
             return
         first, *others = [set(json.loads(text)) for text in self._ranks.gather_texts(json.dumps(sorted(names)))]

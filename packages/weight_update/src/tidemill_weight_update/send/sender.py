@@ -22,8 +22,6 @@ class FastBucket:
     """Pieces that one rank sends together.
 
     Attributes:
-        pieces: pieces of tensors.
-        places: place of each piece, in the arena or in `memories`.
         memories: allocations that engines read in place; empty if the pieces are copied to an arena.
         num_bytes: size in the arena; 0 if the engines read the trainer's own memory.
     """
@@ -34,12 +32,7 @@ class FastBucket:
     num_bytes: int
 
     def descriptor(self, arena: Memory | None, first_checksum: int) -> BucketDescriptor:
-        """Return the descriptor of the bucket.
-
-        Args:
-            arena: the arena that is filled with it; None if it is read in place.
-            first_checksum: see `BucketDescriptor`.
-        """
+        """Return the descriptor of the bucket."""
         sources: dict[SourceSpec, list[Shard]] = {}
         for piece, place in zip(self.pieces, self.places, strict=True):
             sources.setdefault(piece.spec, []).append(place)
@@ -188,10 +181,8 @@ class PreparedBucket:
     """A declared bucket, and the means to fill it.
 
     Attributes:
-        descriptor: the descriptor.
         copier: fills the arena, or only reads.
         sums: checksums of the sources, and which are not finite, from the last run of `copier`.
-        num_pieces: number of its pieces.
         num_bytes: size in the arena.
         payload_bytes: size of the pieces alone.
     """
@@ -205,12 +196,7 @@ class PreparedBucket:
 
 
 class Sender:
-    """Declares buckets in this rank's mailbox, and fills them.
-
-    Args:
-        mailbox: mailbox of this rank.
-        allow_non_finite: whether infinite and NaN elements may be sent.
-    """
+    """Declares buckets in this rank's mailbox, and fills them."""
 
     def __init__(self, mailbox: Mailbox, allow_non_finite: bool) -> None:
         self.mailbox = mailbox
@@ -274,15 +260,8 @@ class Sender:
         `finishing` is called once, while engines copy the last buckets, with the longest time it may take: no engine
         can finish before it returns.
 
-        Args:
-            buckets: all declared buckets, each with its values.
-
         Returns:
             Numbers of buckets, of tensors with a part in them, and of bytes.
-
-        Raises:
-            ValueError: a tensor has non-finite elements; the buckets before it are published.
-            TimeoutError: an engine made no progress in time.
         """
         self.mailbox.announce(sequence)
         self._arenas.rewind()

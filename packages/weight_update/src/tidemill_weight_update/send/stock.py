@@ -82,10 +82,6 @@ def plan_buckets(
     The tensors of a module, which SGLang may combine, share a bucket; if they need more than `bucket_bytes`, the bucket
     is larger. An iterator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
     DTensors are global; nothing is gathered and no data is read here.
-
-    Raises:
-        TypeError: an item is not a `(name, tensor)` pair, the tensor has no dense storage, or it is a LocalShard.
-        ValueError: a duplicate name, or no tensors at all.
     """
     seen: set[str] = set()
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
@@ -161,12 +157,7 @@ def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:
 
 
 def check_parts(bucket: Bucket) -> None:
-    """Check this rank's parts before `gather`, in which other ranks wait for it.
-
-    Raises:
-        TypeError: a DTensor has an unsupported placement.
-        ValueError: the local values of a DTensor do not fit its placements.
-    """
+    """Check this rank's parts before `gather`, in which other ranks wait for it."""
     for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
         if is_dtensor(tensor):
             box_of_dtensor(entry.name, tensor)
@@ -204,10 +195,7 @@ class StockPath:
     loader, an adapter as a whole to its endpoint for adapters.
 
     Args:
-        ranks: the trainer ranks.
         bucket_bytes: size of a bucket; the tensors of one module share a bucket, whatever their size.
-        dtype: dtype in which floating-point tensors are sent; None: their own.
-        device: device of the shared memory; None: that of the first tensor.
         allow_non_finite: whether adapters may have infinite and NaN elements; weights are not checked.
     """
 

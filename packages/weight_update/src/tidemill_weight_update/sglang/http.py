@@ -78,11 +78,7 @@ class HttpEngine:
         return self._info
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Pass `request` to all ranks, through POST /update_weights_from_tensor.
-
-        Raises:
-            RuntimeError: the server is down, refused it, or did not respond in time.
-        """
+        """Pass `request` to all ranks, through POST /update_weights_from_tensor."""
         self._update(request_payload(request), LOADER)
         if flush_cache:
             self.flush_cache()
@@ -93,9 +89,6 @@ class HttpEngine:
         SGLang's lock holds back new requests while a load runs, but not during the flush after it. So a pause and a
         flush are queued in the scheduler behind the load, before the requests that waited for the lock. A request that
         still runs because its client disconnected has finished by then, or returns to the queue.
-
-        Raises:
-            RuntimeError: the server is down, refused it, or did not respond in time.
         """
         self._drop_flush()
         connection = self._connect()
@@ -114,12 +107,7 @@ class HttpEngine:
         self._flushing = connection
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Load one bucket through POST /update_weights_from_tensor.
-
-        Raises:
-            RuntimeError: the server is down, refused it, did not respond in time, or the bucket's memory cannot be
-                opened.
-        """
+        """Load one bucket through POST /update_weights_from_tensor."""
         self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)
 
     def flush_cache(self) -> None:
@@ -173,12 +161,7 @@ class HttpEngine:
         return [model["id"] for model in models if model.get("parent") is not None]
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        """Load an adapter through POST /load_lora_adapter_from_tensors.
-
-        Raises:
-            RuntimeError: the server is down, refused it, was launched without `--enable-lora`, or did not respond in
-                time.
-        """
+        """Load an adapter through POST /load_lora_adapter_from_tensors."""
         body = {
             "lora_name": name,
             "config_dict": config.to_sglang(),
@@ -224,11 +207,7 @@ class HttpEngine:
             return self._answer(connection, method, path)
 
     def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> bytes:
-        """Return the content of the response.
-
-        Raises:
-            RuntimeError: the server refused the request, or cannot be reached.
-        """
+        """Return the content of the response."""
         status, content = self._receive(connection, method, path)
         if status != 200:
             hint = "; check api_key" if status in (401, 403) else ""

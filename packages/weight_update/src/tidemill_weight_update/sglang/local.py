@@ -63,21 +63,12 @@ class LocalEngine:
         return has_loader(vars(self._engine.server_args))
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
-        """Pass `request` to all ranks, in one call of the engine's `update_weights_from_tensor`.
-
-        Raises:
-            RuntimeError: the engine refused it or did not respond in time.
-        """
+        """Pass `request` to all ranks, in one call of the engine's `update_weights_from_tensor`."""
         payload = request_payload(request)
         self._wait(self._update(payload, LOADER) if not flush_cache else self._update_and_flush(payload, LOADER))
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Load one bucket through the engine's own `update_weights_from_tensor`.
-
-        Raises:
-            RuntimeError: the engine refused it, did not respond in time, or the bucket's memory cannot be opened from
-                here.
-        """
+        """Load one bucket through the engine's own `update_weights_from_tensor`."""
         self._wait(self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version))
 
     def flush_cache(self) -> None:
@@ -112,11 +103,7 @@ class LocalEngine:
         return list(self._manager.lora_registry.get_all_adapters())
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        """Load an adapter through the engine's `load_lora_adapter_from_tensors`.
-
-        Raises:
-            RuntimeError: the engine refused it, was launched without `enable_lora`, or did not respond in time.
-        """
+        """Load an adapter through the engine's `load_lora_adapter_from_tensors`."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 
         request = LoadLoRAAdapterFromTensorsReqInput(
