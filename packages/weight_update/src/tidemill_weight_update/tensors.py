@@ -193,12 +193,7 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
 
 
 def _piece(
-    name: str,
-    local: Tensor,
-    shape: tuple[int, ...],
-    box: Box,
-    dtype: torch.dtype | None,
-    replica: tuple[int, int],
+    name: str, local: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype | None, replica: tuple[int, int]
 ) -> Piece | None:
     check_dense(name, local)
     index, count = replica

@@ -19,11 +19,7 @@ from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFligh
 from tidemill_weight_update.send.ranks import Failure, PlainCheck, RankLostError, Ranks, check_same_declaration
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stats import Stages, UpdateStats
-from tidemill_weight_update.tensors import (
-    NamedTensors,
-    items_of,
-    source_of,
-)
+from tidemill_weight_update.tensors import NamedTensors, items_of, source_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

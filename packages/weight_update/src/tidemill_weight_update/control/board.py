@@ -65,12 +65,7 @@ class Board(Protocol):
     def close(self) -> None: ...
 
 
-_FIRST: dict[Record, int] = {
-    "trainer": 0,
-    "reader": 1,
-    "report": 1 + MAX_RECEIVERS,
-    "excluded": 1 + 2 * MAX_RECEIVERS,
-}
+_FIRST: dict[Record, int] = {"trainer": 0, "reader": 1, "report": 1 + MAX_RECEIVERS, "excluded": 1 + 2 * MAX_RECEIVERS}
 """Row of the first record of each kind."""
 _NUM_RECORDS = 1 + 3 * MAX_RECEIVERS
 _TOTALS_END = (1 << 30) + 2 * MAX_RECEIVERS * MAX_TENSORS * 8

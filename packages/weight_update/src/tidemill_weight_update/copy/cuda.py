@@ -54,10 +54,7 @@ class CudaCopier:
     """
 
     def __init__(
-        self,
-        tables: Sequence[CopyTable],
-        device: torch.device,
-        checksum_of: Literal["source", "target"] = "source",
+        self, tables: Sequence[CopyTable], device: torch.device, checksum_of: Literal["source", "target"] = "source"
     ) -> None:
         self._tables = tuple(tables)
         for table in self._tables:

@@ -92,10 +92,7 @@ COLUMNS = tuple(item.name for item in fields(CopyTable) if not item.name.endswit
 
 
 def build_tables(
-    copies: Sequence[Copy],
-    sources: Sequence[SourceSpec],
-    shards: Mapping[str, Sequence[Shard]],
-    targets: Sequence[str],
+    copies: Sequence[Copy], sources: Sequence[SourceSpec], shards: Mapping[str, Sequence[Shard]], targets: Sequence[str]
 ) -> tuple[CopyTable, ...]:
     """Return the tables that execute `copies`, one per pair of dtypes, in the order in which the pairs first appear.
 

@@ -67,10 +67,7 @@ class TileGroup:
 
 
 def cut(
-    table: CopyTable,
-    tile_elements: int,
-    memory_aligned: NDArray[np.bool_],
-    target_aligned: NDArray[np.bool_],
+    table: CopyTable, tile_elements: int, memory_aligned: NDArray[np.bool_], target_aligned: NDArray[np.bool_]
 ) -> list[TileGroup]:
     """Split the copies of a table into tiles.
 

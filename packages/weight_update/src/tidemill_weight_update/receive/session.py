@@ -12,16 +12,7 @@ from torch import Tensor
 
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
-from tidemill_weight_update.control.mailbox import (
-    ATTACHED,
-    CHECKED,
-    COPIED,
-    IDLE,
-    LOADED,
-    MIXED,
-    UNCHANGED,
-    Mailbox,
-)
+from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, IDLE, LOADED, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few
 from tidemill_weight_update.stats import Stages
 

@@ -15,14 +15,7 @@ from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Reader, Readers, ReaderState, Text
 from tidemill_weight_update.copy.table import aligned
-from tidemill_weight_update.remote.group_link import (
-    LinkAddress,
-    LinkStore,
-    StoreBoard,
-    listen,
-    open_store,
-    wire_name,
-)
+from tidemill_weight_update.remote.group_link import LinkAddress, LinkStore, StoreBoard, listen, open_store, wire_name
 from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
 

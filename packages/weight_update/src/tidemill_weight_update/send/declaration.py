@@ -92,7 +92,7 @@ class Declaration:
         return [name for name, now, before in both if now != before]
 
     def parts(self, items: Iterable[Item], skipped: Container[int], max_bytes: int) -> Iterator[Piece]:
-        """Yield what this rank sends, in parts of at most `max_bytes`; raise unless the tensors are the declared ones."""
+        """Yield parts of at most `max_bytes`; raise ValueError unless the tensors are the declared ones."""
         seen: set[str] = set()
         count = 0
         for item in items:

@@ -11,12 +11,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    ProcessGroupGloo,
-    _get_default_group,
-    _get_default_store,
-)
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_group, _get_default_store
 
 
 class Failure:
