@@ -116,16 +116,16 @@ def test_packed_bucket_gives_the_same_parameters_as_the_bucket(model, seed):
     model = make()
     plan = record(model, [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
     parts = parts_of(descriptor, plan)
-    packed = pack_descriptor(descriptor, parts)
+    packed, num_bytes = pack_descriptor(descriptor, parts)
     message = Message(descriptor, parts_to_json(parts))
-    assert message.num_bytes == packed.num_bytes
+    assert message.num_bytes == num_bytes
     data = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
     if message.is_whole_bucket:
         data = arena[: message.num_bytes]
     else:
         message.fill(arena, data)
     wanted, checksums, counts = run(model, descriptor, plan, arena)
-    got, packed_checksums, packed_counts = run(model, packed.descriptor, plan, data)
+    got, packed_checksums, packed_counts = run(model, packed, plan, data)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert torch.equal(packed_checksums, checksums)
     assert packed_counts == counts

@@ -1,6 +1,6 @@
 """Copy tables: a plan and the places of the shards, flattened to rows for one kernel launch. Pure, numpy only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -48,6 +48,16 @@ class Shard:
     memory: int
     offset: int
     strides: tuple[int, ...]
+
+
+def in_a_row(boxes: Iterable[tuple[Box, int]]) -> tuple[list[Shard], int]:
+    """Place boxes, each with its element size, one after the other in memory 0; return the places and the bytes."""
+    shards, end = [], 0
+    for box, itemsize in boxes:
+        start = aligned(end)
+        shards.append(Shard(box, 0, start // itemsize, contiguous_strides(box.shape)))
+        end = start + box.numel * itemsize
+    return shards, end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

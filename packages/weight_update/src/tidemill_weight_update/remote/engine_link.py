@@ -56,9 +56,9 @@ class StoreInput:
 
     def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         parts = parts_of(descriptor, plan)
-        packed = pack_descriptor(descriptor, parts)
-        self._packed[bucket] = self._write(parts_to_json(parts)), packed.num_bytes
-        return packed.descriptor
+        packed, num_bytes = pack_descriptor(descriptor, parts)
+        self._packed[bucket] = self._write(parts_to_json(parts)), num_bytes
+        return packed
 
     def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
         device = self._device_for(memory)

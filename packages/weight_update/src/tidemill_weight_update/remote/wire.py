@@ -6,8 +6,9 @@ Here is the wire for host memory, over TCP.
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
@@ -15,9 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.copier import Copier
-from tidemill_weight_update.copy.table import Copy, CopyTable, Shard, aligned, build_tables
+from tidemill_weight_update.copy.table import Copy, CopyTable, build_tables, in_a_row
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.tensors import Box, contiguous_strides
+from tidemill_weight_update.tensors import Box
 
 TRAINER, ENGINE = 0, 1
 """Ranks of the two sides of a wire."""
@@ -110,19 +111,6 @@ Parts = tuple[tuple[Box, ...], ...]
 """For each source of a bucket, disjoint boxes, each inside one of the bucket's shards."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedDescriptor:
-    """The descriptor of a message that contains only selected parts of a bucket.
-
-    Attributes:
-        descriptor: descriptor with the places of the parts in the message, as memory 0.
-        num_bytes: size of the message.
-    """
-
-    descriptor: BucketDescriptor
-    num_bytes: int
-
-
 def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
     """Return what the plan reads of the bucket; all of a tensor that is loaded by the model's own loader."""
     read: dict[str, list[Box]] = {source.name: [] for source in descriptor.sources}
@@ -156,25 +144,20 @@ def parts_from_json(text: bytes) -> Parts:
     return tuple(tuple(Box(tuple(start), tuple(shape)) for start, shape in boxes) for boxes in json.loads(text))
 
 
-def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> PackedDescriptor:
-    """Place the parts one after the other. Sender and receiver compute the same layout."""
-    used = 0
-    shards: list[tuple[Shard, ...]] = []
-    for source, boxes in zip(descriptor.sources, parts, strict=True):
-        places = []
-        for box in boxes:
-            used = aligned(used)
-            places.append(Shard(box, 0, used // source.dtype.itemsize, contiguous_strides(box.shape)))
-            used += box.numel * source.dtype.itemsize
-        shards.append(tuple(places))
-    return PackedDescriptor(replace(descriptor, shards=tuple(shards), memories=()), used)
+def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> tuple[BucketDescriptor, int]:
+    """Place the parts one after the other, as sender and receiver both do; return descriptor and size of the message."""
+    sources = zip(descriptor.sources, parts, strict=True)
+    places, num_bytes = in_a_row((box, source.dtype.itemsize) for source, boxes in sources for box in boxes)
+    left = iter(places)
+    shards = tuple(tuple(islice(left, len(boxes))) for boxes in parts)
+    return replace(descriptor, shards=shards, memories=()), num_bytes
 
 
-def pack_tables(descriptor: BucketDescriptor, packed: PackedDescriptor) -> tuple[CopyTable, ...]:
+def pack_tables(descriptor: BucketDescriptor, packed: BucketDescriptor) -> tuple[CopyTable, ...]:
     """Return the copies from the bucket's arena (memory 0) into the message (target 0)."""
     copies = [
         Copy(source.name, place.box, "message", place.offset, place.strides, source.dtype)
-        for source, places in zip(packed.descriptor.sources, packed.descriptor.shards, strict=True)
+        for source, places in zip(packed.sources, packed.shards, strict=True)
         for place in places
     ]
     shards = {source.name: held for source, held in zip(descriptor.sources, descriptor.shards, strict=True)}
@@ -185,9 +168,8 @@ class Message:
     """The part of a bucket that is sent to engine ranks which read the same parts."""
 
     def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
-        packed = pack_descriptor(descriptor, parts_from_json(parts))
-        self.num_bytes = packed.num_bytes
-        self.is_whole_bucket = packed.descriptor.shards == descriptor.shards
+        packed, self.num_bytes = pack_descriptor(descriptor, parts_from_json(parts))
+        self.is_whole_bucket = packed.shards == descriptor.shards
         self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
         self._copier: Copier | None = None
 

@@ -10,7 +10,7 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor, declarat
 from tidemill_weight_update.control.mailbox import Mailbox, Readers
 from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import Blocks, Copier
-from tidemill_weight_update.copy.table import Copy, CopyTable, Shard, aligned, build_tables
+from tidemill_weight_update.copy.table import Copy, CopyTable, Shard, aligned, build_tables, in_a_row
 from tidemill_weight_update.cuda_memory import DeviceMemory, NotExportableError, export
 from tidemill_weight_update.memory import Arena, ArenaRing, Memory, new_arena
 from tidemill_weight_update.stats import Stages
@@ -90,14 +90,8 @@ def pack(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[FastBucket]:
 
 def in_arena(pieces: Sequence[Piece]) -> FastBucket:
     """Return a bucket whose pieces are copied to the arena one after the other."""
-    used = 0
-    places: list[Shard] = []
-    for piece in pieces:
-        itemsize = piece.spec.dtype.itemsize
-        used = aligned(used)
-        places.append(Shard(piece.box, 0, used // itemsize, contiguous_strides(piece.box.shape)))
-        used += piece.box.numel * itemsize
-    return FastBucket(tuple(pieces), tuple(places), (), used)
+    places, num_bytes = in_a_row((piece.box, piece.spec.dtype.itemsize) for piece in pieces)
+    return FastBucket(tuple(pieces), tuple(places), (), num_bytes)
 
 
 def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_of: Sequence[int]) -> FastBucket:
