@@ -1,6 +1,5 @@
 """The interface between the updater and an engine, and the link to engines on other machines."""
 
-import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -128,19 +127,7 @@ class GroupLink:
     port: int = 0
 
     def __post_init__(self) -> None:
-        if (
-            not self.host
-            or self.host == "*"
-            or (_is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified)
-        ):
+        if self.host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"host must be the single address that engines connect to, such as '10.0.0.1', got {self.host!r}"
             )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
