@@ -98,19 +98,6 @@ class Ranks:
         errors = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
         raise RuntimeError(f"weight update failed on {errors}")
 
-    def agree(self, error: Exception | None, digest: int, description: str) -> None:
-        """Return on every rank if the digests are equal, or raise on every rank.
-
-        Args:
-            digest: signed 64-bit; must be equal on all ranks.
-            description: what `digest` is computed from; shown if the digests differ.
-        """
-        digests = self.exchange(error, [digest])
-        if any(row != digests[0] for row in digests):
-            messages = self.gather_texts(description)
-            shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages))
-            raise RuntimeError(f"the ranks disagree about this update; all must pass the same tensors. {shown}")
-
     def from_first(self, text: str) -> str:
         """Return the text of rank 0 on all ranks; a short text needs one message."""
         if self._group is None:

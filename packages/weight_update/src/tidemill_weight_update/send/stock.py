@@ -321,11 +321,12 @@ class StockPath:
 
     def _agreed(self, failure: Failure, bucket: Bucket | None, *context: object) -> Bucket:
         """Return the bucket if all ranks have an equal one; raise on all of them otherwise."""
-        digest, text = 0, ""
-        if bucket is not None:
-            digest, text = bucket.digest(*context), f"{' '.join(map(str, context))} ({bucket})"
-        self._ranks.agree(failure.error, digest, text)
+        digests = self._ranks.exchange(failure.error, [0 if bucket is None else bucket.digest(*context)])
         assert bucket is not None
+        if any(row != digests[0] for row in digests):
+            texts = self._ranks.gather_texts(f"{' '.join(map(str, context))} ({bucket})")
+            shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise RuntimeError(f"the ranks disagree about this update; all must pass the same tensors. {shown}")
         return bucket
 
 
