@@ -23,10 +23,6 @@ class Box:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.start) != len(self.shape):
-            raise ValueError(f"start and shape must have the same length, got {self.start} and {self.shape}")
-
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Self:
         """Return the box of all indices of a tensor of this shape."""
@@ -37,13 +33,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """Return the indices in both boxes, or None if there are none.
-
-        Raises:
-            ValueError: the boxes have different numbers of dims.
-        """
-        if len(self.shape) != len(other.shape):
-            raise ValueError(f"expected boxes with the same number of dims, got {self} and {other}")
+        """Return the indices in both boxes, or None if there are none."""
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
             low = max(a, b)
@@ -56,11 +46,7 @@ class Box:
 
 
 def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Return whether no index is in two boxes. Fast where the boxes divide a space along one dim, even for many boxes.
-
-    Raises:
-        ValueError: boxes that must be compared have different numbers of dims.
-    """
+    """Return whether no index is in two boxes. Fast for many boxes that divide a space along one dim."""
     num_dims = min((len(box.shape) for box in boxes), default=0)
     # Sort along the dim with the most distinct starts; compare each box only with those that start before its end.
     dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)

@@ -169,23 +169,6 @@ COPY = Copy("s", Box((1, 0), (2, 3)), "p", 0, (3, 1), F32)
 HALF = Shard(Box((0, 0), (2, 3)), 0, 0, (3, 1))
 
 
-@pytest.mark.parametrize(
-    ("copies", "shards", "message"),
-    [
-        (
-            [COPY],
-            {"s": [whole((4, 3, 1))]},
-            r"'s' has shape \(4, 3\), but a copy or shard has another number of dims",
-        ),
-        ([Copy("t", COPY.box, "p", 0, (3, 1), F32)], {}, "got a copy of 't' to 'p'"),
-        ([Copy("s", COPY.box, "q", 0, (3, 1), F32)], {}, "got a copy of 's' to 'q'"),
-    ],
-)
-def test_unknown_sources_and_wrong_shapes_are_refused(copies, shards, message):
-    with pytest.raises(ValueError, match=message):
-        build_tables(copies, [SourceSpec("s", (4, 3), F32)], shards, ["p"])
-
-
 def test_what_no_shard_contains_is_skipped():
     (table,) = build_tables([COPY], [SourceSpec("s", (4, 3), F32)], {"s": [HALF]}, ["p"])
     assert (table.rows.tolist(), table.cols.tolist(), table.pos.tolist(), table.dst.tolist()) == ([1], [3], [3], [0])

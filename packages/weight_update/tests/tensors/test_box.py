@@ -63,13 +63,6 @@ def test_whole_box_contains_every_box():
     assert Box.whole(()).intersect(Box.whole(())) == Box((), ())
 
 
-def test_boxes_with_different_number_of_dims_are_refused():
-    with pytest.raises(ValueError, match="the same number of dims"):
-        Box.whole((3,)).intersect(Box.whole((3, 1)))
-    with pytest.raises(ValueError, match="same length"):
-        Box((0,), (1, 2))
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 1, 4)])
 def test_contiguous_strides_match_torch(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()

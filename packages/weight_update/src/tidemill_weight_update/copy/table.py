@@ -115,10 +115,6 @@ def build_tables(
     target_of = {name: index for index, name in enumerate(targets)}
     grouped: dict[tuple[torch.dtype, torch.dtype], list[Copy]] = {}
     for copy in copies:
-        if copy.name not in index_of or copy.parameter not in target_of:
-            raise ValueError(
-                f"expected a listed source and parameter, got a copy of {copy.name!r} to {copy.parameter!r}"
-            )
         grouped.setdefault((sources[index_of[copy.name]].dtype, copy.dtype), []).append(copy)
     return tuple(
         _table(dtypes, group, [sources[index_of[copy.name]] for copy in group], index_of, shards, target_of)
@@ -166,10 +162,6 @@ def _overlaps(
         first, steps: its first element [3, n] and the elements between neighbours along each dim [3, n, num_dims], in
         the shard's memory, in the parameter, and in the flattened source.
     """
-    for copy, spec, group in zip(copies, specs, held, strict=True):
-        boxes = (copy.box, *(shard.box for shard in group))
-        if any(len(box.shape) != len(spec.shape) for box in boxes):
-            raise ValueError(f"{copy.name!r} has shape {spec.shape}, but a copy or shard has another number of dims")
     num_dims = max((len(spec.shape) for spec in specs), default=0)
     flat = [shard for group in held for shard in group]
 

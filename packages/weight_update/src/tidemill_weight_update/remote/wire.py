@@ -145,7 +145,7 @@ def parts_from_json(text: bytes) -> Parts:
 
 
 def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> tuple[BucketDescriptor, int]:
-    """Place the parts one after the other, as sender and receiver both do; return descriptor and size of the message."""
+    """Place the parts one after the other, as both sides do; return the descriptor and the size of the message."""
     sources = zip(descriptor.sources, parts, strict=True)
     places, num_bytes = in_a_row((box, source.dtype.itemsize) for source, boxes in sources for box in boxes)
     left = iter(places)
