@@ -136,26 +136,20 @@ def _available_bytes() -> int:
 
 def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
     """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader."""
-    _check_device(device)
-    if device.type == "cpu":
-        return HostArena(max(num_bytes, 1))
-
-    return DeviceArena(max(num_bytes, 1), device)
+    return DeviceArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
 
 
 def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
     """Return an arena of `num_bytes` on `device` that stock SGLang can open."""
-    _check_device(device)
-    if device.type == "cpu":
-        return HostArena(max(num_bytes, 1))
-    return CudaArena(max(num_bytes, 1), device)
+    return CudaArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
 
 
-def _check_device(device: torch.device) -> None:
+def _is_gpu(device: torch.device) -> bool:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"device must be cpu or cuda, got {device}; pass device='cpu' to copy the tensors to host memory first"
         )
+    return device.type == "cuda"
 
 
 class ArenaRing(Generic[M]):
@@ -179,7 +173,7 @@ class ArenaRing(Generic[M]):
             if arena is not None:
                 self._arenas[index] = None  # free it before the next allocation
                 arena.close()
-            arena = self._arenas[index] = self._new(num_bytes)
+            arena = self._arenas[index] = self._new(max(num_bytes, 1))
         return arena
 
     def close(self) -> None:
@@ -190,6 +184,20 @@ class ArenaRing(Generic[M]):
 
 
 _DEVICE_ARG = 6  # index of the device in rebuild_cuda_tensor's arguments, as in SGLang's monkey_patch_torch_reductions
+
+
+class Buffer:
+    """Memory of this process that grows to the largest size requested."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return uint8 [num_bytes]; the memory of the previous call may be overwritten."""
+        if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
+            self._memory = None  # free it before the next allocation
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._memory[:num_bytes]
 
 
 class CudaArena:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill_weight_update.control.board import can_map
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Text
-from tidemill_weight_update.memory import HostMemory, Memory
+from tidemill_weight_update.memory import Buffer, HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
 from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_descriptor, parts_of, parts_to_json
@@ -25,21 +25,13 @@ class EngineLink:
         self.own_address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
-        self._memory: Tensor | None = None
+        self.buffer = Buffer()  # one for all trainer ranks, because they are served one after the other
 
     def mailbox(self, path: str, rank: int) -> Mailbox:
         """Return the mailbox of trainer rank `rank`, whose path is `path`."""
         board = StoreBoard(self.store, path, rank)
         view = Mailbox(board)
         return view if can_map(*view.owner) else Mailbox(board, StoreInput(self, view, rank))
-
-    def memory(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return uint8 [num_bytes]: one buffer for all trainer ranks, because they are served one after the other."""
-        if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
-            self._memory = None  # free it before the next allocation
-            # Rounded up to a power of two, so that growing buckets rarely need a new allocation.
-            self._memory = torch.empty(1 << max(num_bytes - 1, 0).bit_length(), dtype=torch.uint8, device=device)
-        return self._memory[:num_bytes]
 
 
 class StoreInput:
@@ -64,7 +56,7 @@ class StoreInput:
         device = self._device_for(memory)
         parts, num_bytes = self._packed[bucket]
         self._mailbox.wait_for(sequence, receiver, bucket, self._wire_number, parts)
-        data = self._link.memory(num_bytes, device)
+        data = self._link.buffer.room(num_bytes, device)
         if num_bytes:
             self._receive_into(data, receiver, check)
         return data

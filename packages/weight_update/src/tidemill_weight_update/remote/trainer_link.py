@@ -15,6 +15,7 @@ from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Reader, Readers, ReaderState, Text
 from tidemill_weight_update.copy.table import aligned
+from tidemill_weight_update.memory import Buffer
 from tidemill_weight_update.remote.group_link import LinkAddress, LinkStore, StoreBoard, listen, open_store, wire_name
 from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
@@ -188,7 +189,7 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._memory: Tensor | None = None
+        self._buffer = Buffer()
 
     def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
         """Pack the messages from a bucket's arena; the tensors (uint8) are valid until the next call."""
@@ -198,23 +199,13 @@ class Staging:
             if not message.is_whole_bucket:
                 packed[message] = slice(used, used + message.num_bytes)
                 used = aligned(used + message.num_bytes)
-        memory = self._room(used, arena.device)
+        memory = self._buffer.room(used, arena.device)
         for message, place in packed.items():
             message.fill(arena, memory[place])
         return {
             message: arena[: message.num_bytes] if message.is_whole_bucket else memory[packed[message]]
             for message in messages
         }
-
-    def _room(self, num_bytes: int, device: torch.device) -> Tensor:
-        memory = self._memory
-        if memory is None or memory.numel() < num_bytes or memory.device != device:
-            self._memory = None  # free it before the next allocation
-            memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return memory
-
-    def close(self) -> None:
-        self._memory = None
 
 
 class TrainerLink:
@@ -308,7 +299,7 @@ class TrainerLink:
 
     def close(self) -> None:
         self.close_connections()
-        self._staging.close()
+        self._staging = Staging(self._staging.num_bytes)
         if self._store is not None:
             self._store.close()
         self._store = self._mailbox = self._control = self._connections = self._server = None
