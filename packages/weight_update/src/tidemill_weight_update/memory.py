@@ -248,17 +248,10 @@ class MappedMemories:
             if key not in self._open:
                 self._open[key] = self._map(memory)
 
-    def tensor(self, memory: HostMemory) -> Tensor:
-        """Return a read-only view, uint8 [num_bytes], of open host memory."""
+    def block(self, memory: Memory) -> Tensor | int:
+        """Return open host memory, uint8 [num_bytes], read-only; or the address of open GPU memory in this process."""
         mapping = self._open[_key(memory)]
-        assert isinstance(mapping, Tensor)
-        return mapping
-
-    def address(self, memory: DeviceMemory) -> int:
-        """Return the address of open GPU memory in this process."""
-        mapping = self._open[_key(memory)]
-        assert not isinstance(mapping, Tensor)
-        return mapping.address
+        return mapping if isinstance(mapping, Tensor) else mapping.address
 
     def _map(self, memory: Memory) -> Tensor | ImportedMemory:
         if isinstance(memory, HostMemory):

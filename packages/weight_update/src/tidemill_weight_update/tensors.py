@@ -174,7 +174,12 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
         box = box_of_shard(name, tensor)
         return _piece(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
     if is_dtensor(tensor):
-        return _piece_of_dtensor(name, tensor, dtype)
+        placed = box_of_dtensor(name, tensor)
+        return (
+            None
+            if placed is None
+            else _piece(name, tensor.to_local(), tuple(tensor.shape), placed[0], dtype, placed[1])
+        )
     return _piece(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
 
 
@@ -255,14 +260,6 @@ def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether `tensor` is a DTensor, without importing the DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _piece_of_dtensor(name: str, tensor: "DTensor", dtype: torch.dtype | None) -> Piece | None:
-    placed = box_of_dtensor(name, tensor)
-    if placed is None:
-        return None
-    box, replica = placed
-    return _piece(name, tensor.to_local(), tuple(tensor.shape), box, dtype, replica)
 
 
 def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] | None:

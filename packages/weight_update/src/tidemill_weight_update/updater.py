@@ -16,7 +16,7 @@ from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.send.declaration import Transfer
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight, Member
-from tidemill_weight_update.send.ranks import Failure, PlainCheck, RankLostError, Ranks, check_same_declaration
+from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks, check_plain, check_same_declaration
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stats import Stages, UpdateStats
 from tidemill_weight_update.tensors import NamedTensors, items_of, source_of
@@ -82,7 +82,6 @@ class WeightUpdater:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._engines = Engines(engines)
         self._ranks = Ranks(process_group)
-        self._plain = PlainCheck(self._ranks)
         place = None if device is None else torch.device(device)
         self._fast = FastPath(
             bucket_bytes=bucket_bytes,
@@ -156,10 +155,10 @@ class WeightUpdater:
         with failure:
             self._check_open()
             transfer = self._describe(named_tensors, partial=partial, number=self._num_declared + 1)
-            digest = self._plain.digest(transfer.declaration.plain)
+            digest = transfer.declaration.plain_digest
         rows = self._ranks.exchange(failure.error, [digest])
         assert transfer is not None
-        self._plain.check(transfer.declaration.plain, [row[0] for row in rows])
+        check_plain(self._ranks, transfer.declaration.plain, [row[0] for row in rows])
         self._num_declared += 1
         return transfer
 
@@ -210,13 +209,14 @@ class WeightUpdater:
                 transfer.check_memory()
             linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             begun = self._fast.begin(self._sequence, linked)
-            digest = self._plain.digest(transfer.declaration.plain)
+            digest = transfer.declaration.plain_digest
             numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.number, digest]
         rows = self._ranks.exchange(failure.error, numbers)
         assert transfer is not None
         num_receivers, num_stock = rows[0][2:4]
         check_same_declaration([row[4] for row in rows])
-        self._plain.check(transfer.declaration.plain, [row[5] for row in rows])
+        if transfer.number == 0:  # others were checked by `declare`
+            check_plain(self._ranks, transfer.declaration.plain, [row[5] for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
@@ -372,7 +372,7 @@ class WeightUpdater:
     ) -> UpdateStats:
         """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
-        outcome: dict[str, Any] = json.loads(self._ranks.from_first(json.dumps(fleet.outcome())))
+        outcome: dict[str, Any] = json.loads(self._ranks.gather_texts(json.dumps(fleet.outcome()))[0])
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return UpdateStats(

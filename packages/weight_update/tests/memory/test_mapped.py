@@ -16,11 +16,11 @@ def test_memory_that_is_no_longer_declared_is_unmapped():
     mapped = MappedMemories(torch.device("cpu"))
     one, two = first.publish(), second.publish()
     mapped.open([one, two, one])
-    view = mapped.tensor(one)
+    view = mapped.block(one)
     mapped.open([one])
-    assert mapped.tensor(one) is view
+    assert mapped.block(one) is view
     with pytest.raises(KeyError):
-        mapped.tensor(two)
+        mapped.block(two)
     first.close()
     second.close()
 
@@ -41,7 +41,7 @@ mapped = MappedMemories(torch.device("cpu"))
 for line in sys.stdin:
     memory = HostMemory(path=path, num_bytes=num_bytes, inode=inode)
     mapped.open([memory])
-    tensor = mapped.tensor(memory)
+    tensor = mapped.block(memory)
     print(tensor.sum(dtype=torch.int64).item(), flush=True)
 """
 
@@ -61,7 +61,7 @@ def test_mapped_memory_sees_later_trainer_writes():
         for written in (0, 20 * 4096, size, size, 5):
             values = torch.randint(256, (written,), generator=generator, dtype=torch.uint8)
             arena.data[:written] = values
-            assert mapped.tensor(memory).equal(arena.data)
+            assert mapped.block(memory).equal(arena.data)
             other.stdin.write("\n")
             other.stdin.flush()
             assert int(other.stdout.readline()) == arena.data.sum(dtype=torch.int64).item()
@@ -86,7 +86,7 @@ def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes)
         # Even if it was mistaken for the same file, the mapping is private: the file does not change.
         mistaken = replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)
         mapped.open([mistaken])
-        mapped.tensor(mistaken).fill_(0)
+        mapped.block(mistaken).fill_(0)
     finally:
         os.close(number)
     assert path.read_bytes() == b"x" * num_bytes

@@ -252,7 +252,6 @@ def failing(parameters, name, tensor):
             r"ToyModule.load_weights failed at source 'unknown' \(3,\) torch.float32: KeyError",
         ),
         ([("p", (4,))], r"failed at source 'p' \(4,\).*4"),
-        ([("p", (3,)), ("p", (3,))], r"each source may be passed once, got duplicates of \['p'\]"),
     ],
 )
 def test_failed_load_names_source_and_writes_nothing(sources, message):

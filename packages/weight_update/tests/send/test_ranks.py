@@ -108,7 +108,7 @@ def _made_and_closed(times: int) -> bool:
     before = _resources()
     for number in range(times):
         ranks = Ranks(None)
-        assert ranks.from_first(f"{number}" if ranks.rank == 0 else "") == str(number)
+        assert ranks.gather_texts(f"{number}" if ranks.rank == 0 else "")[0] == str(number)
         ranks.close()  # other ranks may still be reading
         ranks.close()
         assert ranks.exchange(None, [7]) == [[7]]
@@ -142,7 +142,7 @@ def _with_default_device(device: str) -> tuple[list[list[int]], list[str], list[
     with torch.device(device):
         rows = ranks.exchange(None, [rank])
         texts = ranks.gather_texts("a" * rank)
-        long = [ranks.from_first(text if rank == 0 else "") for text in ("short", "long" * 2000)]
+        long = [ranks.gather_texts(text if rank == 0 else "")[0] for text in ("short", "long" * 2000)]
         with pytest.raises((KeyError, RuntimeError)) as caught:
             ranks.exchange(KeyError("lost") if rank == 1 else None, [])
     return rows, texts, long, str(caught.value)

@@ -32,16 +32,9 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     update (`finish` of `Receiver`).
 
     Raises:
-        ValueError: a duplicate source.
         RuntimeError: `load_weights` failed, did something that cannot be traced without data, or replaced the memory of
             a parameter.
     """
-    specs = {spec.name: spec for spec in sources}
-    if len(specs) != len(sources):
-        names = [spec.name for spec in sources]
-        raise ValueError(
-            f"each source may be passed once, got duplicates of {sorted({n for n in names if names.count(n) > 1})[:5]}"
-        )
     parameters = dict(model.named_parameters())
     data = {name: parameter.data for name, parameter in parameters.items()}
     tracer = Tracer(data)
@@ -63,7 +56,7 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
             f"its weights in another layout than the one it loads. Launch it without the tidemill loader, so that it "
             f"is updated through SGLang's own loader"
         )
-    return _plan(tracer, list(specs))
+    return _plan(tracer, [source.name for source in sources])
 
 
 def _is_fp8(tensors: Iterable[Tensor | SourceSpec]) -> bool:

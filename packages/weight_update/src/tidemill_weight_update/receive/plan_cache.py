@@ -14,7 +14,7 @@ from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.copy.table import Copy, CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
 from tidemill_weight_update.cuda_memory import DeviceMemory
-from tidemill_weight_update.memory import HostMemory, MappedMemories
+from tidemill_weight_update.memory import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan, Fill, StoredPlans
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.tensors import Box, SourceSpec, are_disjoint, contiguous_strides
@@ -104,10 +104,7 @@ class BucketCopies:
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = _counts(self._tables, len(descriptor.sources))
         self.sums = TensorSums(len(descriptor.sources), device, finds_non_finite=False)
-        self._memories = [
-            mapped.tensor(memory) if isinstance(memory, HostMemory) else mapped.address(memory)
-            for memory in descriptor.memories
-        ]
+        self._memories = [mapped.block(memory) for memory in descriptor.memories]
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
         self._places: Blocks = [] if self.staged else self._found({})
         tables = _paced(self._tables, descriptor) if descriptor.is_in_place else self._tables

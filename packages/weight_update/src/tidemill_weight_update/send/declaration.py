@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidemill_weight_update.client import EngineClient
+from tidemill_weight_update.send.ranks import names_digest
 from tidemill_weight_update.send.sender import split
 from tidemill_weight_update.stats import UpdateStats
 from tidemill_weight_update.tensors import (
@@ -29,7 +30,7 @@ class Declaration:
 
     Attributes:
         function: the function, if the tensors are made by one; the same function makes tensors of the same form.
-        plain: names of the plain tensors.
+        plain, plain_digest: names of the plain tensors, and their `names_digest`.
         pieces: what this rank sends of each tensor, None if nothing; `Piece.local` has no data.
         is_own: for each tensor, whether its piece is its own memory and not a temporary copy.
     """
@@ -61,6 +62,7 @@ class Declaration:
             kinds.add(_kind(tensor))
         if not seen:
             raise ValueError("expected named tensors, got an empty iterable")
+        self.plain_digest = names_digest(self.plain)
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def describes(self, source: Source) -> bool:

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_group, _get_default_store
 
 
@@ -32,9 +32,6 @@ class Failure:
             self.error = error
         return True
 
-
-_SHORT = 4096
-"""Size of the first message in bytes, including the length prefix."""
 
 _HOST = "cpu"
 """Device of exchanged values, independent of the trainer's `torch.set_default_device`."""
@@ -98,32 +95,6 @@ class Ranks:
         errors = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
         raise RuntimeError(f"weight update failed on {errors}")
 
-    def from_first(self, text: str) -> str:
-        """Return the text of rank 0 on all ranks; a short text needs one message."""
-        if self._group is None:
-            return text
-        data = text.encode()
-        head = torch.zeros(_SHORT, dtype=torch.uint8, device=_HOST)
-        if self.rank == 0:
-            start = len(data).to_bytes(8, "little") + data[: _SHORT - 8]
-            head[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        received = self._broadcast(head)
-        size = int.from_bytes(received[:8], "little")
-        if size <= _SHORT - 8:
-            return received[8 : 8 + size].decode()
-        tail = torch.zeros(size, dtype=torch.uint8, device=_HOST)
-        if self.rank == 0:
-            tail[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return self._broadcast(tail).decode()
-
-    def _broadcast(self, data: torch.Tensor) -> bytes:
-        assert self._group is not None
-        options = BroadcastOptions()
-        options.rootRank = 0
-        with _as_lost():
-            self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
-        return data.numpy().tobytes()
-
     def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
         gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
@@ -132,6 +103,8 @@ class Ranks:
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks on all ranks."""
+        if self._group is None:
+            return [text]
         data = text.encode()
         sizes = [row[0] for row in self._gather([len(data)])]
         mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=_HOST)
@@ -186,34 +159,26 @@ def check_same_declaration(numbers: Sequence[int]) -> None:
         )
 
 
-class PlainCheck:
-    """Finds plain tensors that no rank sends, and caches the result for unchanged names."""
+def names_digest(names: Collection[str]) -> int:
+    """Return a signed 64-bit hash of a set of names; 0 if there are none."""
+    text = json.dumps(sorted(names)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) if names else 0
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._checked: list[int] = []
-        self._hashed: tuple[Collection[str], int] = ((), 0)
 
-    def digest(self, names: Collection[str]) -> int:
-        """Return a signed 64-bit hash of the names of this rank's plain tensors; 0 if there is nothing to compare."""
-        if self._ranks.size == 1 or not names:
-            return 0
-        if self._hashed[0] is not names:
-            text = json.dumps(sorted(names)).encode()
-            digest = hashlib.blake2b(text, digest_size=8).digest()
-            self._hashed = names, int.from_bytes(digest, "little", signed=True)
-        return self._hashed[1]
+def check_plain(ranks: Ranks, names: Collection[str], digests: Sequence[int]) -> None:
+    """Raise ValueError on every rank if one has a plain tensor that rank 0 does not have. Collective.
 
-    def check(self, names: Collection[str], digests: list[int]) -> None:
-        """Raise ValueError on every rank if one has a plain tensor that rank 0 does not have. Collective."""
-        if all(other in (0, digests[0]) for other in digests) or digests == self._checked:
-            return
-        first, *others = [set(json.loads(text)) for text in self._ranks.gather_texts(json.dumps(sorted(names)))]
-        for rank, of_rank in enumerate(others, start=1):
-            if unsent := sorted(of_rank - first):
-                raise ValueError(
-                    f"rank {rank} of {self._ranks.size} passes {len(unsent)} plain tensors that rank 0 does not have, "
-                    f"but only rank 0 sends plain tensors: {', '.join(map(repr, unsent[:5]))}; pass tensors that only "
-                    f"some ranks have as LocalShard(tensor=..., global_shape=..., start=(0, ...))"
-                )
-        self._checked = digests
+    Args:
+        names: names of the plain tensors of this rank.
+        digests: `names_digest` of each rank.
+    """
+    if all(other in (0, digests[0]) for other in digests):
+        return
+    first, *others = [set(json.loads(text)) for text in ranks.gather_texts(json.dumps(sorted(names)))]
+    for rank, of_rank in enumerate(others, start=1):
+        if unsent := sorted(of_rank - first):
+            raise ValueError(
+                f"rank {rank} of {ranks.size} passes {len(unsent)} plain tensors that rank 0 does not have, but only "
+                f"rank 0 sends plain tensors: {', '.join(map(repr, unsent[:5]))}; pass tensors that only some ranks "
+                f"have as LocalShard(tensor=..., global_shape=..., start=(0, ...))"
+            )

@@ -1,11 +1,11 @@
 """The stock path: full tensors in buckets, for engines without the tidemill loader; and adapters."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ from tidemill_weight_update.tensors import (
     is_dtensor,
     sent_dtype,
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +86,7 @@ def plan_buckets(
     grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
     index = used = 0
     items: list[tuple[str, Tensor]] = []
-    for module in grouped(checked, lambda item: item[0]):
+    for module in grouped(checked):
         num_bytes = sum(aligned(_num_bytes(tensor, dtype)) for _, tensor in module)
         if items and used + num_bytes > bucket_bytes:
             yield _bucket(index, items, dtype, is_last=False)
@@ -101,33 +99,27 @@ def plan_buckets(
         raise ValueError("expected named tensors, got an empty iterable")
 
 
-def by_module(items: Iterable[T], name: Callable[[T], str]) -> Iterator[list[T]]:
+def by_module(items: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Group neighbouring items whose names are equal except for the last two parts, reading one item ahead.
 
     These are the tensors of one module, such as `layers.0.self_attn.q_proj.weight` and
     `layers.0.self_attn.k_proj.bias`. Tensors that a loader combines belong to one module: projections that an engine
     fuses, a weight and its scale.
     """
-    group: list[T] = []
-    for item in items:
-        if group and _module(name(item)) != _module(name(group[0])):
-            yield group
-            group = []
-        group.append(item)
-    if group:
-        yield group
+    for _, group in groupby(items, _module):
+        yield list(group)
 
 
-def whole_modules(items: Iterable[T], name: Callable[[T], str]) -> list[list[T]]:
+def whole_modules(items: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
     """Group items as `by_module` does, independent of their position, in the order in which modules first appear."""
-    groups: dict[str, list[T]] = {}
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
     for item in items:
-        groups.setdefault(_module(name(item)), []).append(item)
+        groups.setdefault(_module(item), []).append(item)
     return list(groups.values())
 
 
-def _module(name: str) -> str:
-    return name.rsplit(".", 2)[0]
+def _module(item: tuple[str, Tensor]) -> str:
+    return item[0].rsplit(".", 2)[0]
 
 
 def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, *, is_last: bool) -> Bucket:
