@@ -45,18 +45,16 @@ class WeightUpdater:
             as they are; the fast path casts them to the dtype of the engine's parameter.
         device: device of the shared memory, "cpu" or a CUDA device. None: the device of the first tensor. Engines on
             GPUs read both kinds, engines on CPUs only host memory.
-        in_flight: what happens to running requests. "wait": the update waits for them. "abort": they are ended.
-            "retract": they are recomputed with the new weights, except their prompts, which SGLang finds in its prefix
-            cache. "in_place": they continue with their old KV cache. With the last two modes the prefix cache is not
-            flushed; pass the version as `extra_key` of your requests.
+        in_flight: what happens to running requests: the update waits for them, they are aborted, recomputed with the
+            new weights ("retract"), or continue with their old KV cache ("in_place"). With the last two the prefix
+            cache is not flushed; pass the version as `extra_key` of your requests.
         allow_non_finite: whether infinite and NaN elements may be sent (checked on the fast path and for adapters).
         link: connection to engines on other machines, and between trainer ranks on several machines; the same on all
             ranks.
         timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
             the other engines load without it; `update` returns, and paused engines resume, when its client has timed
             out too. Must be less than the clients' timeouts; otherwise the clients of healthy engines time out while
-            their engines wait for the slow one. An engine waits `timeout_s` for a live trainer rank with a `GroupLink`,
-            3 x `timeout_s` without. Trainer ranks that have sent everything wait 3 x `timeout_s` for the others.
+            their engines wait for the slow one. PROTOCOL.md lists the timeouts that follow from it.
     """
 
     def __init__(
@@ -141,15 +139,7 @@ class WeightUpdater:
         Collective. Reads names, shapes, dtypes, sharding and addresses. The engines record and check their copy plans
         at the first `send`.
 
-        Args:
-            named_tensors: as in `update`.
-            partial: as in `update`.
-
-        Raises:
-            ValueError: no tensors, a duplicate name, a LocalShard that does not fit its tensor, or plain tensors on
-                another rank that rank 0 does not have.
-            TypeError: an item that is not `(name, dense tensor)`.
-            RuntimeError: another rank failed, or the updater is closed.
+        Raises the errors of `update` about tensors.
         """
         failure, transfer, digest = Failure(), None, 0
         with failure:
@@ -187,11 +177,7 @@ class WeightUpdater:
     def _send(
         self, describe: Callable[[], Transfer], version: str, readmitted: Sequence[EngineClient] | None
     ) -> UpdateStats:
-        """Send tensors to the engines.
-
-        Args:
-            readmitted: engines to readmit; None: all that are not excluded.
-        """
+        """Send tensors to the engines to readmit, or to all that are not excluded."""
         started = time.perf_counter()
         stages, failure = Stages(), Failure()
         transfer, fleet, numbers, reads_first = None, Fleet([], self._in_flight), [0] * 6, False

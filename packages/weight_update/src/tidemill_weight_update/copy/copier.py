@@ -151,8 +151,6 @@ def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tenso
 def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Return the memory from the first byte of `tensor` to the end of its storage, as a flat tensor of `dtype`."""
     start = tensor.storage_offset() * tensor.element_size()
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}, expected host memory; use CudaCopier for GPU memory")
     if start % dtype.itemsize:
         raise ValueError(
             f"{name} must start at a multiple of the {dtype.itemsize} bytes of {dtype}, got byte {start} of its storage"

@@ -166,7 +166,7 @@ class Copies:
     ) -> None:
         self.manifest = manifest
         self.plan = plan
-        self._parameters = parameters = dict(model.named_parameters())
+        self.parameters = parameters = dict(model.named_parameters())
         device = next(model.parameters()).device
 
         def build(descriptor: BucketDescriptor) -> BucketCopies:
@@ -186,10 +186,6 @@ class Copies:
         self._where = [manifest.positions(copies.sources) for copies in self.all]
         self._where_sent = [manifest.positions(descriptor.sources) for descriptor in manifest.descriptors]
         self.counts = self._sum(self._where, [copies.counts for copies in self.all])
-
-    def write_fills(self) -> None:
-        """Write the constants of the plan, as loading its sources would; the copies must follow."""
-        write_fills(self._parameters, self.plan.fills)
 
     def is_in_arena(self, trainer_rank: int, bucket: int) -> bool:
         """Return whether a bucket is not read in place."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, IDLE, LOADED, MIXED, UNCHANGED, Mailbox
-from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few
+from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few, write_fills
 from tidemill_weight_update.stats import Stages
 
 MAX_NAMES = 200
@@ -247,7 +247,7 @@ class UpdateSession:
         self.changed = True
         for source in {source.name: source for each in copies.all for source in each.staged}.values():
             self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
-        copies.write_fills()
+        write_fills(copies.parameters, copies.plan.fills)
 
     def _ready(self, pending: dict[int, int], copies: Copies) -> dict[int, int]:
         """Return the next bucket of each trainer rank that has filled it, and drop the ranks that have finished."""

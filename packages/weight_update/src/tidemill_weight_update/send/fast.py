@@ -291,11 +291,7 @@ class FastPath:
         own = self.mailbox
         if self._link is not None:
             return self._link.readers(self._sequence, num_receivers)
-        if self._control is not None and not (self._control.path == control and self._control.is_current()):
-            if self._control is not own:
-                self._control.close()
-            self._control = None
-        if self._control is None:
+        if self._control is None:  # the board of rank 0 lives as long as its updater
             self._control = own if own.path == control else Mailbox.open(control)
         return Readers(self._sequence, own, self._control, num_receivers, self._timeout_s)
 
