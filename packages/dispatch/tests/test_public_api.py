@@ -34,6 +34,7 @@ def test_public_names_of_ray_subpackage_are_pinned():
         "RayResourcePool",
         "RayWorkerGroup",
         "create_colocated_worker_cls",
+        "dead_workers",
         "merge_resource_pool",
         "reserve_port",
         "split_resource_pool",

@@ -12,7 +12,7 @@ from tidemill_dispatch import CallTimeoutError, Dispatch, Worker, WorkerDiedErro
 
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
-from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, dead_workers  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -298,6 +298,18 @@ def test_dead_rank_is_restarted_with_its_arguments_while_the_others_keep_their_s
         assert of_second == [1, 8]
         assert of_first == [0, 10]
         assert group.dead_ranks() == []
+
+
+def test_dead_workers_of_several_groups_are_found_at_the_same_time(ray_cluster):
+    pools, init = [RayResourcePool(process_on_nodes=[1]) for _ in "ab"], RayClassWithInitArgs(CountingWorker, 0)
+    with RayWorkerGroup(pools[0], init, name_prefix="a") as a, RayWorkerGroup(pools[1], init, name_prefix="b") as b:
+        workers = [*a.workers, *b.workers]
+        assert dead_workers(workers) == []
+        os.kill(b.add()[0][0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="rank 0"):
+            b.add()
+        assert dead_workers(workers) == [1]
+    assert dead_workers([]) == []
 
 
 def test_rank_of_another_drivers_group_cannot_be_restarted(ray_cluster):

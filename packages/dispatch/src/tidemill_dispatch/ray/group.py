@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import ray
-from ray.exceptions import RayActorError
 
 from tidemill_dispatch.errors import CallTimeoutError, UnknownMethodError
 from tidemill_dispatch.mesh import MeshEntry, MeshLayout
 from tidemill_dispatch.method import MethodSpec, registered_methods
 from tidemill_dispatch.ray.call import Call
 from tidemill_dispatch.ray.future import CallFuture
+from tidemill_dispatch.ray.liveness import dead_workers
 from tidemill_dispatch.ray.packing import pack_calls
 from tidemill_dispatch.ray.pool import RayResourcePool
 from tidemill_dispatch.ray.processes import WorkerProcesses, find_processes, start_processes, stop_processes
@@ -220,13 +220,8 @@ class RayWorkerGroup:
             answers.get()  # within the rest of timeout_s
 
     def dead_ranks(self, timeout_s: float = 1.0) -> list[int]:
-        """Return the ranks whose processes have died, for a group that can `restart` them.
-
-        Waits at most `timeout_s` seconds. A rank that runs a call for longer counts as alive.
-        """
-        pings = {worker.tidemill_ping.remote(): rank for rank, worker in enumerate(self.workers)}
-        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=timeout_s)
-        return sorted(pings[ref] for ref in answered if _has_died(ref))
+        """Return the ranks whose processes have died, for a group that can `restart` them; see `dead_workers`."""
+        return dead_workers(self.workers, timeout_s)
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Replace the processes of `ranks` and construct their workers again, with the same arguments and resources.
@@ -376,14 +371,6 @@ class RayWorkerGroup:
             f"{cls.__name__}.{name} cannot be called on group {self.name!r}: {problem}; "
             f"registered methods: {sorted(self._methods)}"
         )
-
-
-def _has_died(ping: ray.ObjectRef) -> bool:
-    try:
-        ray.get(ping)
-    except RayActorError:
-        return True
-    return False
 
 
 def _bind_methods(cls: type[Worker], group_cls: type) -> _Methods:

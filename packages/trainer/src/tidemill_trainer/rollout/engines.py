@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from tidemill_dispatch import WorkerDiedError, WorkerError
-from tidemill_dispatch.ray import CallFuture, RayWorkerGroup
+from tidemill_dispatch.ray import CallFuture, RayWorkerGroup, dead_workers
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.gpus import Gpu
@@ -308,7 +308,8 @@ class Engines:
 
     def _restart_dead(self) -> bool:
         """Start engines again that have died; return whether there are any."""
-        dead = [engine for engine in self._serving() if engine.group.dead_ranks()]
+        serving = self._serving()
+        dead = [serving[position] for position in dead_workers([engine.worker for engine in serving])]
         for engine in dead:
             if engine.drains is not None:
                 self._remove(engine)
