@@ -83,6 +83,8 @@ def test_other_errors_are_left_alone(config, tmp_path):
     check_device_memory(None, config(), tmp_path)
     check_device_memory(ValueError("out of memory"), config(), tmp_path)  # of the driver
     check_device_memory(failure("infer", "expected 3 rows, got 2", kind="ValueError"), config(), tmp_path)
+    killed_by_ray = "Task was killed due to the node running low on memory. Memory on the node was 23.1GB / 24GB"
+    check_device_memory(failure("infer", killed_by_ray, kind="OutOfMemoryError"), config(), tmp_path)
     (tmp_path / "rollout_0.log").write_text("a port is in use\n")
     check_device_memory(failure("start_engine", "died", group="rollout_0", kind="RuntimeError"), config(), tmp_path)
 

@@ -33,6 +33,8 @@ _PHASES: dict[str, tuple[str, tuple[Phase, ...]]] = {
 """Methods of training workers: what they do, and its phases in `tidemill plan`."""
 
 _IS_FULL = re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|ot enough memory")
+_OF_HOST = "node running low on memory"
+"""Part of Ray's message when it kills a process because the memory of its host is full; it says what to do."""
 _POOL_IS_SMALL = re.compile(r"(increase|raise) --mem-fraction-static", re.IGNORECASE)
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 _LOG_LINES = 200
@@ -72,7 +74,7 @@ def _worker_errors(error: BaseException | None) -> Iterator[WorkerError | Worker
 
 def _of_training(failure: WorkerError, config: RunConfig) -> str | None:
     """Return the message for a training worker; None: its error has another reason."""
-    if not _IS_FULL.search(f"{failure.error_type}: {failure.error_message}"):
+    if not _IS_FULL.search(f"{failure.error_type}: {failure.error_message}") or _OF_HOST in failure.error_message:
         return None
     name, phases = _PHASES.get(failure.method, (f"{failure.method!r}", _UPDATE))
     if re.search(r"in onload\b", failure.remote_traceback):
