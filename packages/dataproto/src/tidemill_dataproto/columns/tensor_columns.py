@@ -254,9 +254,9 @@ def to_device(columns: Mapping[str, Column], device: torch.device, *, non_blocki
     """Copy columns to a device."""
 
     def move(tensor: Tensor) -> Tensor:
-        # Only a copy from pinned memory does not wait; torch keeps that memory until the copy is done.
-        is_pinned_first = non_blocking and device.type == "cuda" and tensor.device.type == "cpu"
-        return (tensor.pin_memory() if is_pinned_first else tensor).to(device, non_blocking=non_blocking)
+        if non_blocking and tensor.device.type == "cpu":
+            return on_device(tensor, device)
+        return tensor.to(device, non_blocking=non_blocking)
 
     return map_tensors(columns, move)
 

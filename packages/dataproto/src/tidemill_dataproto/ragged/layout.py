@@ -155,6 +155,6 @@ def make_jagged(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to a device without waiting for the work in its queue."""
+    """Copy a CPU tensor to a device without waiting for the work in its queue."""
     # A copy from pageable memory may wait; torch keeps the pinned memory until the copy is done.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
