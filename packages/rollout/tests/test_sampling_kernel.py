@@ -4,11 +4,10 @@
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from tidemill_testing.interpreter import run_in_interpreter
 
 pytest.importorskip("triton")
 
@@ -94,12 +93,4 @@ def test_kernel_compiles_for_hopper() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_kernel_in_triton_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", "TestKernel", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout
+    run_in_interpreter(__file__, "TestKernel")

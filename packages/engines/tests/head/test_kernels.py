@@ -4,13 +4,12 @@
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from tidemill_engines.head.logits import LogitRule, LogitSlice
 from tidemill_engines.head.softmax import SoftmaxParts
+from tidemill_testing.interpreter import run_in_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -184,12 +183,4 @@ def test_kernels_compile_without_gpu(bias, softcap):
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_kernels_in_triton_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestKernels", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "skipped" not in run.stdout, run.stdout
+    run_in_interpreter(__file__, "TestKernels")

@@ -5,14 +5,13 @@ device is the CPU, and addresses are host addresses.
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import copy_tables
 import numpy as np
 import pytest
 import torch
+from tidemill_testing.interpreter import run_in_interpreter
 from tidemill_weight_update.copy.checksum import checksum_rows
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from tidemill_weight_update.copy.tiles import cut
@@ -224,18 +223,4 @@ def test_offsets_beyond_4_gib_in_a_huge_tensor():
 @pytest.mark.timeout(600)
 def test_kernel_tests_pass_in_the_triton_interpreter():
     pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        __file__,
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "-k", "TestKernel"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+    run_in_interpreter(__file__, "TestKernel")
