@@ -1,0 +1,1 @@
+"""Parts of `bench/verl.py`; verl itself loads `verl_hooks.py`, in its own environment."""
