@@ -15,6 +15,9 @@ memory; --verl replaces them. On a GPU of 80 GB, for example, the engine has to 
     --verl actor_rollout_ref.rollout.free_cache_engine=True --verl actor_rollout_ref.rollout.gpu_memory_utilization=0.6
     --verl actor_rollout_ref.rollout.engine_kwargs.sglang.enable_memory_saver=True
 
+tidemill computes no log-probs before the update if a batch has one optimizer step; verl does, unless it takes those of
+the rollout, which are not quite the same: --verl algorithm.rollout_correction.bypass_mode=True.
+
 A step lasts from the end of the one before to its own end. The table is printed and written to `verl.txt`, and all
 steps to `verl.json`, in --folder, with both runs; also if verl is stopped after some of the steps. In verl's
 generation, responses are looked for every 0.1 s, instead of every 2 s.

@@ -12,6 +12,7 @@ import torch
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, load_prompts
 from tidemill_trainer.rewards import reward_function
+from tidemill_trainer.roles import needed_roles
 from tidemill_trainer.rollouts import sampling_seeds
 from tidemill_trainer.tokenizer import load_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -28,6 +29,9 @@ def check(config: Config) -> None:
         'algorithm.adv_estimator must be "grpo"': config.algorithm.adv_estimator == "grpo",
         "algorithm.filter_groups must be none": config.algorithm.filter_groups is None,
         "rollout.max_staleness must be 0": config.rollout.max_staleness == 0,
+        "model.lora must be none": config.model.lora is None,
+        "trainer.nnodes must be 1": config.trainer.nnodes == 1,
+        "the policy must be the only model": not needed_roles(config),
     }
     for message, is_met in required.items():
         if not is_met:
