@@ -8,7 +8,7 @@ import psutil
 import pytest
 import ray
 from rich.console import Console
-from tidemill_dispatch import Dispatch, Worker, register
+from tidemill_dispatch import Dispatch, Worker, WorkerDiedError, register
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.doctor.room import Demand
@@ -47,6 +47,14 @@ class QuickEngine(Worker):
 
     def queue(self):
         return "3 unfinished requests"
+
+
+class QuickPolicy(Worker):
+    """A training worker that can be connected with engines."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect_engines(self, engines, address):
+        pass
 
 
 class Run:
@@ -88,6 +96,12 @@ class Run:
         deadline = time.monotonic() + _WAIT_S
         while {name for name in ("engine 0", "engine 1", "engine 2") if name in self.queue()} != set(names):
             assert time.monotonic() < deadline, self.queue()
+
+    def repeat(self, call):
+        """Repeat a call until it raises; Ray may report a death late."""
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            call()
 
     def queue(self):
         return ray.get(self.worker.queue.remote())
@@ -167,6 +181,21 @@ def test_engine_that_dies_while_it_is_removed_is_not_started_again(begin):
     while "rollout_1 was removed" not in request.answers.read_text():
         assert time.monotonic() < deadline
         run.engines.poll()
+    assert run.engines.num_restarts == 0
+
+
+@pytest.mark.parametrize("replaces", ["engine", "episode worker"])
+def test_dead_training_worker_is_named_before_anything_is_replaced(begin, replaces):
+    run = begin()
+    policy = RayWorkerGroup(
+        RayResourcePool([1], num_cpus_per_worker=0.1), RayClassWithInitArgs(QuickPolicy), name_prefix="actor"
+    )
+    run.engines.connect(policy)
+    ray.kill(policy.workers[0])
+    if replaces == "engine":
+        ray.kill(run.engines.workers[0])
+    with pytest.raises(WorkerDiedError, match="rank 0 of group 'actor'"):
+        run.repeat(run.engines.poll if replaces == "engine" else lambda: run.engines.serve([]))
     assert run.engines.num_restarts == 0
 
 

@@ -1,10 +1,12 @@
 """An engine of a run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from tidemill_dispatch.ray import RayWorkerGroup
 
 from tidemill_trainer.rollout.engine_requests import EngineRequest
@@ -46,3 +48,13 @@ class Engine:
         if self.started is not None:
             return "starting" if self.is_new else "starting again"
         return "serving" if self.drains is None else "finishing its requests"
+
+    def is_drained(self) -> bool:
+        """Return whether it is being removed, and all episode workers that are alive have its last replies."""
+        if self.drains is None:
+            return False
+        done, left = ray.wait(list(self.drains), num_returns=len(self.drains), timeout=0) if self.drains else ([], [])
+        for ref in done:
+            with suppress(RayActorError):
+                ray.get(ref)
+        return not left

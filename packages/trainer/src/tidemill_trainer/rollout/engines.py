@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -119,7 +118,11 @@ class Engines:
 
         Args:
             episode_workers: handles of their actors. Those that have died are ignored.
+
+        Raises:
+            WorkerDiedError: as `poll`, or a training worker has died, perhaps with an episode worker.
         """
+        self._check_policy()
         self._restart_dead()
         self._episode_workers += episode_workers
         ray.get([engine.worker.connect_episode_workers.remote(episode_workers) for engine in self._serving()])
@@ -199,7 +202,8 @@ class Engines:
         """Restart engines that have died, let those serve that have started, and add and remove engines.
 
         Raises:
-            WorkerDiedError: more engines died than `rollout.max_restarts`, or one died again while it started.
+            WorkerDiedError: more engines died than `rollout.max_restarts`, one died again while it started, or a
+                training worker has died with an engine, perhaps with their node.
         """
         while self._accepted:
             self._begin(self._accepted.popleft())
@@ -207,7 +211,7 @@ class Engines:
         for engine in self.all():
             if engine.started is not None and ray.wait([engine.started], timeout=0)[0]:
                 self._admit(engine)
-            elif engine.drains is not None and _are_done(engine.drains):
+            elif engine.is_drained():
                 self._remove(engine)
 
     def accept(self, request: EngineRequest) -> None:
@@ -284,32 +288,37 @@ class Engines:
 
     def _discard(self, engine: Engine, reason: str) -> None:
         """Remove an engine that does not serve."""
-        del self._engines[engine.number]
-        engine.group.shutdown()
-        if self._policy is not None and engine.number in self._connected:
-            self.connect(self._policy)
-        for worker in self._episode_workers:
-            worker.close.remote(engine.number)
+        self._take_out(engine)
         self._progress.warn(f"the run continues without {engine.name}: {reason}")
         if engine.is_new and engine.request is not None:
             engine.request.settle(engine.name, f"{engine.name}: {reason}", failed=True)
 
     def _remove(self, engine: Engine) -> None:
         """Remove an engine that has answered its requests, or has died; others repeat the rest of them."""
+        self._take_out(engine)
+        self._progress.info(f"{engine.name} was removed; engines: {len(self.numbers())}")
+        assert engine.request is not None
+        engine.request.settle(engine.name, f"{engine.name} was removed")
+
+    def _take_out(self, engine: Engine) -> None:
         del self._engines[engine.number]
-        if self._policy is not None:
+        if self._policy is not None and engine.number in self._connected:
             self.connect(self._policy)
         engine.group.shutdown()
         for worker in self._episode_workers:
             worker.close.remote(engine.number)
-        self._progress.info(f"{engine.name} was removed; engines: {len(self.numbers())}")
-        assert engine.request is not None
-        engine.request.settle(engine.name, f"{engine.name} was removed")
+
+    def _check_policy(self) -> None:
+        """Raise WorkerDiedError if a training worker has died: then the run ends, and nothing is replaced."""
+        if self._policy is not None:
+            self._policy.check_alive()
 
     def _restart_dead(self) -> bool:
         """Start engines again that have died; return whether there are any."""
         serving = self._serving()
         dead = [serving[position] for position in dead_workers([engine.worker for engine in serving])]
+        if dead:
+            self._check_policy()
         for engine in dead:
             if engine.drains is not None:
                 self._remove(engine)
@@ -336,8 +345,7 @@ class Engines:
         self.poll()
         while starting := [engine for engine in self.all() if engine.started is not None and not engine.is_new]:
             ray.wait([engine.started for engine in starting], timeout=_CHECK_S)
-            if self._policy is not None:
-                self._policy.check_alive()
+            self._check_policy()
             self.poll()
             if time.monotonic() > deadline:
                 names = ", ".join(engine.name for engine in starting)
@@ -389,12 +397,3 @@ def _wait(calls: Iterable[CallFuture]) -> None:
     """Wait for calls that run at the same time."""
     for call in list(calls):
         call.get()
-
-
-def _are_done(refs: Sequence[ray.ObjectRef]) -> bool:
-    """Return whether calls of episode workers have returned, except those of workers that have died."""
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0) if refs else ([], [])
-    for ref in done:
-        with suppress(RayActorError):
-            ray.get(ref)
-    return len(done) == len(refs)
