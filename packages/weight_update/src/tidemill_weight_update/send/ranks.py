@@ -36,6 +36,9 @@ class Failure:
 _HOST = "cpu"
 """Device of exchanged values, independent of the trainer's `torch.set_default_device`."""
 
+_SHORT = 1024
+"""Bytes of texts that are exchanged with their sizes; longer ones take a second round."""
+
 
 class RankLostError(RuntimeError):
     """A trainer rank has exited, or did not respond in time. Its `WeightUpdater` cannot be used any more."""
@@ -106,13 +109,16 @@ class Ranks:
         if self._group is None:
             return [text]
         data = text.encode()
-        sizes = [row[0] for row in self._gather([len(data)])]
-        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=_HOST)
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=_HOST)
-        gathered = [torch.empty_like(mine) for _ in sizes]
-        self._all_gather(gathered, mine, None)
-        texts = [bytes(item[:size].tolist()) for item, size in zip(gathered, sizes, strict=True)]
-        return [item.decode(errors="replace") for item in texts]
+        rows = self._gather([len(data), *data[:_SHORT].ljust(_SHORT, b"\0")])
+        texts = [bytes(row[1:]) for row in rows]
+        if (longest := max(row[0] for row in rows)) > _SHORT:
+            mine = torch.tensor(
+                list(data[_SHORT:longest].ljust(longest - _SHORT, b"\0")), dtype=torch.uint8, device=_HOST
+            )
+            rest = [torch.empty_like(mine) for _ in rows]
+            self._all_gather(rest, mine, None)
+            texts = [head + bytes(item.tolist()) for head, item in zip(texts, rest, strict=True)]
+        return [item[: row[0]].decode(errors="replace") for item, row in zip(texts, rows, strict=True)]
 
     def _all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor, timeout_s: float | None) -> None:
         assert self._group is not None
