@@ -2,14 +2,18 @@
 
 import socket
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tidemill_engines.distributed.agreement import all_gather
 
 _USED_SHARE = 0.8  # of the available memory; the rest is left to what else grows while a copy exists
 _CGROUP = Path("/sys/fs/cgroup")
+_NUM_THREADS = 8
 
 
 def copies_fit(num_bytes: int, group: dist.ProcessGroup) -> bool:
@@ -35,3 +39,17 @@ def available_bytes(memory_info: Path = Path("/proc/meminfo"), cgroup: Path = _C
         used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
         available = min(available, int(maximum) - used)
     return available
+
+
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the CPU.
+
+    Several threads write zeros first: the kernel assigns new memory page by page when it is first written, which takes
+    one thread 5 s for 7 GB, where the copy from a GPU takes 0.6 s.
+    """
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor, device="cpu").copy_(tensor)
+
+    with ThreadPoolExecutor(_NUM_THREADS) as executor:
+        return list(executor.map(copy, (tensor.detach() for tensor in tensors)))

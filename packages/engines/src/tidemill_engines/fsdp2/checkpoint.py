@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_tensors
+from tidemill_engines.checkpoint.host_memory import host_copies
 from tidemill_engines.distributed.agreement import raise_on_all_ranks
 from tidemill_engines.offload import like, local_part
 
@@ -29,7 +30,8 @@ def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy this rank's shards to the CPU, so training can continue while they are saved."""
-    return {name: like(tensor, local_part(tensor).to("cpu", copy=True)) for name, tensor in tensors.items()}
+    copies = host_copies([local_part(tensor) for tensor in tensors.values()])
+    return {name: like(tensor, copy) for (name, tensor), copy in zip(tensors.items(), copies, strict=True)}
 
 
 def save(

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tidemill_engines.checkpoint.folder import Progress, reasons, save_folder, write_object, write_tensors
+from tidemill_engines.checkpoint.host_memory import host_copies
 from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 from tidemill_engines.megatron import optimizer_state
 from tidemill_engines.megatron.weights.hf_weights import unwrapped
@@ -65,9 +66,9 @@ def collect(
     sharded, common = save_preprocess(_sharded_state(chunks, optimizer, is_loading=False))
     state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     if copied:
-        for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
-            assert part.data is not None
-            part.data = part.data.detach().to("cpu", copy=True)
+        parts = [part for each in state.values() for part in each if isinstance(part, ShardedTensor)]
+        for part, copy in zip(parts, host_copies([part.data for part in parts if part.data is not None]), strict=True):
+            part.data = copy
     common |= {"vocab_size": vocab_size}
     if optimizer is not None:
         common |= {"optimizer_steps": optimizer_state.num_steps(optimizer)}
