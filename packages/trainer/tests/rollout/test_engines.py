@@ -209,6 +209,8 @@ def test_requests_are_answered_with_the_engines_or_with_what_is_missing(begin, t
         answers = send(tmp_path / "requests", action, count=count, name=None, is_running=lambda: True)
         return next(_during(answers, lambda: receive(requests, run.engines, demand)))
 
+    assert ask("list")[0].endswith("3 unfinished requests  has no weights yet")
+    run.engines.version = 7
     text, status = ask("list")
     assert status == 0
     lines = text.splitlines()

@@ -56,8 +56,7 @@ def table(engines: Engines) -> str:
     rows: list[tuple[str, ...]] = [("engine", "node", "devices", "version", "requests", "state")]
     for engine in shown:
         host = engine.group.hosts()[0].hostname if engine in serving else ""
-        rows.append(
-            (engine.name, host, *(str(column.get(engine.name, "")) for column in columns.values()), engine.state)
-        )
+        state = "has no weights yet" if engines.version is None else engine.state
+        rows.append((engine.name, host, *(str(column.get(engine.name, "")) for column in columns.values()), state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
