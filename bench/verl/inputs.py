@@ -89,20 +89,9 @@ def write_model(source: Path, target: Path, seed: int | None, is_text: bool) -> 
 
 def verl_settings(config: Config, folder: Path, num_steps: int, num_gpus: int) -> dict[str, Any]:
     """Return the keys of verl's configuration that differ from its defaults."""
-    n_rows = config.data.train_batch_size * config.rollout.n
     length = config.data.max_prompt_length + config.rollout.response_length
     reward = reward_function(config)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    sglang = {
-        "attention_backend": "fa3",  # on Hopper; verl's default is FlashInfer
-        "sampling_backend": "pytorch",
-        "cuda_graph_max_bs_decode": min(n_rows, 512),
-        "chunked_prefill_size": 32768,
-        "max_prefill_tokens": 32768,
-        "disable_prefill_cuda_graph": True,
-        "enable_memory_saver": False,
-        **{key: value for key, value in config.rollout.engine_args.items() if key != "load_format"},
-    }
     return {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": f"[{folder}/problems.parquet]",
@@ -131,11 +120,11 @@ def verl_settings(config: Config, folder: Path, num_steps: int, num_gpus: int) -
         f"{rollout}.temperature": config.rollout.temperature,
         f"{rollout}.top_p": config.rollout.top_p,
         f"{rollout}.top_k": config.rollout.top_k,
-        f"{rollout}.max_num_seqs": n_rows,
+        f"{rollout}.max_num_seqs": config.data.train_batch_size * config.rollout.n,
         f"{rollout}.max_model_len": length + 64,
         f"{rollout}.agent.default_agent_loop": "fixed_length",
         f"{rollout}.agent.agent_loop_config_path": f"{folder}/loops.yaml",
-        **{f"+{rollout}.engine_kwargs.sglang.{key}": value for key, value in sglang.items()},
+        **{f"+{rollout}.engine_kwargs.sglang.{key}": value for key, value in _sglang_arguments(config).items()},
         "reward.custom_reward_function.path": inspect.getsourcefile(reward),
         "reward.custom_reward_function.name": reward.__name__,
         "trainer.v1.sampler.custom_sampler.path": HOOKS / "verl_hooks.py",
@@ -149,6 +138,20 @@ def verl_settings(config: Config, folder: Path, num_steps: int, num_gpus: int) -
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
         "ray_kwargs.ray_init.num_cpus": 64,  # not cores: its processes reserve one each
+    }
+
+
+def _sglang_arguments(config: Config) -> dict[str, Any]:
+    """Return what `tidemill bench` gives SGLang on a Hopper GPU, without its own sampler."""
+    return {
+        "attention_backend": "fa3",  # verl's default is FlashInfer
+        "sampling_backend": "pytorch",
+        "cuda_graph_max_bs_decode": min(config.data.train_batch_size * config.rollout.n, 512),
+        "chunked_prefill_size": 32768,
+        "max_prefill_tokens": 32768,
+        "disable_prefill_cuda_graph": True,
+        "enable_memory_saver": False,
+        **{key: value for key, value in config.rollout.engine_args.items() if key != "load_format"},
     }
 
 
