@@ -13,7 +13,9 @@ set -euo pipefail
 source .venv/bin/activate
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+# The address of its name or, if /etc/hosts has 127.0.1.1 for it, of its first interface.
+address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" sh -c 'hostname --ip-address; hostname --all-ip-addresses' |
+    tr ' ' '\n' | awk '/^[0-9.]+$/ && !/^127[.]/ && !found++')
 RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(openssl rand -hex 32) # other users of the cluster cannot connect to Ray without it
 export RAY_AUTH_MODE RAY_AUTH_TOKEN
