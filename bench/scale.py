@@ -109,6 +109,9 @@ class SimulatedTraining:
     def connect_engines(self, engines: Any, address: str | None) -> None:
         """The connections are those of the training workers, not of the driver."""
 
+    def check_alive(self) -> None:
+        """No process of it can die."""
+
     def update_weights(self, version: int) -> list[dict[str, float]]:
         ray.get(self._engines.workers[0].set_version.remote(version))
         return [{}]

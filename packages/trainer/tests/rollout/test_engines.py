@@ -2,6 +2,7 @@
 
 import io
 import sys
+import threading
 import time
 
 import psutil
@@ -16,7 +17,10 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.engine_control import receive
 from tidemill_trainer.rollout.engine_requests import EngineRequest, EngineRequestError, EngineRequests, send
 from tidemill_trainer.rollout.engines import Engines
+from tidemill_trainer.rollout.episode_pool import EpisodePool
 from tidemill_trainer.rollout.episode_worker import EpisodeWorker
+from tidemill_trainer.stalls.watch import Watch
+from tidemill_trainer.waits import Waits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 _WAIT_S = 240
@@ -63,8 +67,8 @@ class Run:
     def __init__(self, config, folder, *, num_engines=1):
         self.fails = False
         self.folder = folder
-        config = load_config(config, [f"rollout.num_engines={num_engines}", "placement.engines=separate"])
-        self.engines = Engines(self.start, config, Progress(Console(file=io.StringIO())))
+        self.config = load_config(config, [f"rollout.num_engines={num_engines}", "placement.engines=separate"])
+        self.engines = Engines(self.start, self.config, Progress(Console(file=io.StringIO())))
         self.engines.start_processes()
         for started in self.engines.start():
             started.get()
@@ -199,6 +203,27 @@ def test_dead_training_worker_is_named_before_anything_is_replaced(begin, replac
     assert run.engines.num_restarts == 0
 
 
+def test_replacement_that_has_no_room_waits_while_training_workers_live(begin, progress, tmp_path):
+    run = begin()
+    policy = RayWorkerGroup(
+        RayResourcePool([1], num_cpus_per_worker=0.1), RayClassWithInitArgs(QuickPolicy), name_prefix="actor"
+    )
+    run.engines.connect(policy)
+    policy.wait_ready()
+    others = RayWorkerGroup(
+        RayResourcePool([1], num_cpus_per_worker=3.5), RayClassWithInitArgs(QuickPolicy), name_prefix="others"
+    )
+    watch = Watch(Waits({}), tmp_path, progress)
+    pool = EpisodePool(1, run.engines, str(tmp_path), progress, watch)
+    death = threading.Timer(2.0, ray.kill, [policy.workers[0]])
+    death.start()
+    with pytest.raises(WorkerDiedError, match="rank 0 of group 'actor'"):
+        pool.load(run.config)
+    death.join()
+    pool.shutdown()
+    others.shutdown()
+
+
 def test_requests_are_answered_with_the_engines_or_with_what_is_missing(begin, tmp_path):
     run = begin()
     requests = EngineRequests(tmp_path / "requests")
@@ -225,8 +250,6 @@ def test_requests_are_answered_with_the_engines_or_with_what_is_missing(begin, t
 
 def _during(answers, call):
     """Yield answers; call `call` in another thread until the first one is there."""
-    import threading
-
     done = threading.Event()
 
     def work():

@@ -122,7 +122,7 @@ class Engines:
         Raises:
             WorkerDiedError: as `poll`, or a training worker has died, perhaps with an episode worker.
         """
-        self._check_policy()
+        self.check_policy()
         self._restart_dead()
         self._episode_workers += episode_workers
         ray.get([engine.worker.connect_episode_workers.remote(episode_workers) for engine in self._serving()])
@@ -308,8 +308,8 @@ class Engines:
         for worker in self._episode_workers:
             worker.close.remote(engine.number)
 
-    def _check_policy(self) -> None:
-        """Raise WorkerDiedError if a training worker has died: then the run ends, and nothing is replaced."""
+    def check_policy(self) -> None:
+        """Raise WorkerDiedError if a training worker has died: then nothing else is replaced."""
         if self._policy is not None:
             self._policy.check_alive()
 
@@ -318,7 +318,7 @@ class Engines:
         serving = self._serving()
         dead = [serving[position] for position in dead_workers([engine.worker for engine in serving])]
         if dead:
-            self._check_policy()
+            self.check_policy()
         for engine in dead:
             if engine.drains is not None:
                 self._remove(engine)
@@ -345,7 +345,7 @@ class Engines:
         self.poll()
         while starting := [engine for engine in self.all() if engine.started is not None and not engine.is_new]:
             ray.wait([engine.started for engine in starting], timeout=_CHECK_S)
-            self._check_policy()
+            self.check_policy()
             self.poll()
             if time.monotonic() > deadline:
                 names = ", ".join(engine.name for engine in starting)

@@ -23,6 +23,7 @@ from tidemill_trainer.rollout.episode_worker import PART_INTERVAL_S, EpisodeWork
 from tidemill_trainer.stalls.watch import Watch
 
 _START_S = 300.0
+_CHECK_S = 5.0
 _BLOCKED_S = 60.0
 _MAX_LOADS = 3
 _GIL_HOLDER = re.compile(r'\(active\+gil\): "([^"]*)"')
@@ -200,10 +201,12 @@ class EpisodePool:
         Raises:
             ConfigError: a function cannot be loaded.
             RuntimeError: workers died in each of the attempts.
+            TimeoutError: workers do not start, perhaps because the cluster has no room for them.
+            WorkerDiedError: a training worker has died meanwhile.
         """
         for _ in range(_MAX_LOADS):
             calls = {number: self.workers[number].load.remote(self._config) for number in numbers}
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=_START_S)
+            self._wait_for_loads(calls)
             numbers = [number for number, call in calls.items() if not _loaded(call)]
             for number in numbers:
                 log = f"{self._log_dir}/episodes_{number}.log"
@@ -215,6 +218,18 @@ class EpisodePool:
             f"episode workers died in each of {_MAX_LOADS} attempts to load the user's functions; see "
             f"{self._log_dir}/episodes_*.log"
         )
+
+    def _wait_for_loads(self, calls: Mapping[int, Any]) -> None:
+        """Wait until workers have loaded the user's functions, or have died."""
+        deadline, left = time.monotonic() + _START_S, list(calls.values())
+        while left := ray.wait(left, num_returns=len(left), timeout=_CHECK_S)[1]:
+            self._engines.check_policy()  # its node may have been that of the worker, and no other one has room
+            if time.monotonic() > deadline:
+                numbers = ", ".join(str(number) for number, call in calls.items() if call in left)
+                raise TimeoutError(
+                    f"episode worker {numbers} did not start within {_START_S:g} s; the cluster may have no CPU for "
+                    f"it, or see {self._log_dir}/episodes_*.log"
+                )
 
     def _ready(self, running: Mapping[Any, _Batch]) -> list[Any]:
         """Wait for a part and return the streams that have one, or whose worker is gone or blocked."""
