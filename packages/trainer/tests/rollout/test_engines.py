@@ -196,6 +196,8 @@ def test_dead_training_worker_is_named_before_anything_is_replaced(begin, replac
     )
     run.engines.connect(policy)
     ray.kill(policy.workers[0])
+    with pytest.raises(WorkerDiedError):
+        run.repeat(policy.check_alive)
     if replaces == "engine":
         ray.kill(run.engines.workers[0])
     with pytest.raises(WorkerDiedError, match="rank 0 of group 'actor'"):
