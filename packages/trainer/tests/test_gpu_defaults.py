@@ -6,7 +6,8 @@ import pytest
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import load_config, read_config, save_config
 from tidemill_trainer.gpu_defaults import gpu_defaults, in_one_line
-from tidemill_trainer.rollout.worker import engine_arguments, num_episodes_per_engine
+from tidemill_trainer.gpus import num_episodes_per_engine
+from tidemill_trainer.rollout.worker import engine_arguments
 from tidemill_trainer.sft.config import SFTConfig
 
 
@@ -84,6 +85,8 @@ def test_first_line_says_what_decides_the_speed(tmp_path, model):
         "engines in turns with the training workers; fsdp2 in bfloat16, compiled; micro-batches of 16384 tokens; "
         "KV pool and weights 80% of a GPU; deterministic inference"
     )
+    line = in_one_line(read(tmp_path, model(), "placement.engines=turns", "placement.offload=false"))
+    assert line.startswith("engines in turns with the training workers, whose state stays on the GPU; fsdp2")
 
 
 def test_engines_sample_in_one_pass_unless_the_vocabulary_is_restricted(tmp_path, model):

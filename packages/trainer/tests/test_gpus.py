@@ -73,6 +73,9 @@ def test_turns_offload_the_roles_in_the_processes_of_the_policy_alone(config_fil
     assert (config.reference.param_offload, config.critic.param_offload) == (True, False)
     always = placed(load_config(config_file, ["placement.engines=turns", "engine.offload_policy=true"]), 1)
     assert not any(getattr(always.engine, name) for name in OFFLOADS)
+    resident = placed(load_config(config_file, ["placement.engines=turns", "placement.offload=false"]), 1)
+    assert not any(getattr(resident.engine, name) for name in OFFLOADS)
+    assert not resident.reference.param_offload
 
 
 def test_engines_without_training_have_their_own_gpus(config_file):

@@ -18,6 +18,7 @@ from tidemill_trainer.gpus import (
     Gpu,
     check_gpus,
     engine_gpus,
+    num_episodes_per_engine,
     on_gpu,
     placed,
     shares_gpus,
@@ -42,7 +43,7 @@ from tidemill_trainer.rollout.engine_files import EngineFiles
 from tidemill_trainer.rollout.engine_requests import EngineRequests
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
-from tidemill_trainer.rollout.worker import RolloutWorker, engine_name, num_episodes_per_engine
+from tidemill_trainer.rollout.worker import RolloutWorker, engine_name
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.stalls.process import forget, role
 from tidemill_trainer.stalls.watch import Watch

@@ -65,15 +65,15 @@ def read_config(
         else:
             _apply(data, override)
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
+    given = {f"{name}.{key}" for name, section in data.items() if isinstance(section, dict) for key in section}
     sections = {field.name for field in dataclasses.fields(kind)}
     _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
     config = _with_paths(parse_config(kind, data), os.path.expanduser)
     if isinstance(config, Config) and has_gpu and config.engine.device != "cpu" and (gpus := read_gpus()):
         from tidemill_trainer.plan.micro_batches import with_micro_batches  # imports transformers
 
-        open_keys = {"max_token_len_per_gpu", "reshard_after_forward"} - data.get("engine", {}).keys()
         num_gpus = float(torch.cuda.device_count() * config.trainer.nnodes)
-        config = with_micro_batches(config, open_keys, num_gpus, min(gpu.free_bytes for gpu in gpus))
+        config = with_micro_batches(config, given, num_gpus, min(gpu.free_bytes for gpu in gpus))
     return config
 
 

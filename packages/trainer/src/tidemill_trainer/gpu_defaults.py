@@ -25,7 +25,7 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
     | `rollout.deterministic` | false |
     | `rollout.mem_fraction_static` | 0.8, or 0.5 if an engine shares its GPU at the same time |
 
-    Those of the micro-batches depend on the memory of the GPUs, see `plan/micro_batches.py`.
+    Those of micro-batches and offloading depend on the memory of the GPUs, see `plan/micro_batches.py`.
 
     Args:
         data: the configuration, as nested dicts.
@@ -50,7 +50,9 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
 def in_one_line(config: "Config") -> str:
     """Return what decides the speed of a run on GPUs, for its first line."""
     engine, rollout = config.engine, config.rollout
-    parts = [f"engines {'in turns with' if config.placement.engines == 'turns' else 'beside'} the training workers"]
+    in_turns = config.placement.engines == "turns"
+    stays = ", whose state stays on the GPU" if in_turns and not config.placement.offload else ""
+    parts = [f"engines {'in turns with' if in_turns else 'beside'} the training workers{stays}"]
     backend = f"{engine.backend} in {engine.param_dtype}" + (", compiled" if config.model.compile_layers else "")
     is_kept = isinstance(engine, FSDP2Config) and not engine.reshard_after_forward
     parts.append(backend + (", gathered weights kept" if is_kept else ""))

@@ -50,6 +50,12 @@ def cpus_per_engine(config: Config) -> float:
     return _CPUS_OF_OWN_CLUSTER if config.trainer.ray_address is None else 1.0
 
 
+def num_episodes_per_engine(config: Config) -> int:
+    """Return the number of episodes that an engine generates at the same time while a step starts."""
+    rollout = config.rollout
+    return -(-config.data.train_batch_size * rollout.n * (1 + rollout.max_staleness) // rollout.num_engines)
+
+
 def shares_gpus(config: Config) -> bool:
     """Return whether an engine and a training worker use the same GPU, in turns or at the same time."""
     return gpus_per_engine(config) + config.actor.num_gpus_per_worker <= 1
@@ -73,8 +79,8 @@ def training_gpus(config: RunConfig, num_gpus: float) -> dict[str, float]:
 def placed(config: Config, num_gpus: float, *, has_training: bool = True) -> Config:
     """Return the configuration of a run in a cluster with `num_gpus`, with `placement.engines` decided.
 
-    In turns, the policy and the roles in its processes offload everything that is not at work. Without training, the
-    engines have their own GPUs.
+    In turns, the policy and the roles in its processes offload everything that is not at work, unless
+    `placement.offload` is false. Without training, the engines have their own GPUs.
     """
     engines = config.placement.engines if has_training else "separate"
     if engines == "auto":
@@ -82,8 +88,9 @@ def placed(config: Config, num_gpus: float, *, has_training: bool = True) -> Con
         fits = training + sum(engine_gpus(config, num_gpus).values()) <= num_gpus + _ROUNDING
         can_share = 0 < training <= num_gpus + _ROUNDING and against_turns(config) is None
         engines = "separate" if fits or not can_share else "turns"
-    config = replace(config, placement=replace(config.placement, engines=engines))
-    return _offloaded(config) if engines == "turns" else config
+    placement = replace(config.placement, engines=engines)
+    config = replace(config, placement=placement)
+    return _offloaded(config) if engines == "turns" and placement.offload else config
 
 
 def _offloaded(config: Config) -> Config:

@@ -15,11 +15,14 @@ class PlacementConfig:
     Attributes:
         engines: "separate": engines have GPUs of their own, or with fractions of `rollout.num_gpus_per_engine` and
             `actor.num_gpus_per_worker` parts of the same ones. "turns": they use the GPUs of the policy's workers in
-            turns: weights, gradients and optimizer state are on the CPU while the engines generate, and the engines
-            free their weights and KV pool during training. "auto": "turns" if Ray has too few GPUs for "separate".
+            turns: the engines free their weights and KV pool during training. "auto": "turns" if Ray has too few GPUs
+            for "separate".
+        offload: in turns, weights, gradients and optimizer state are on the CPU while the engines generate. On GPUs the
+            default is false where they have room beside the KV pool for all episodes of a step.
     """
 
     engines: Literal["auto", "separate", "turns"] = "auto"
+    offload: bool = True
 
 
 def against_turns(config: "Config") -> str | None:

@@ -25,6 +25,8 @@ from tidemill_trainer.stalls.process import registered
 
 _CONNECT_S = 10.0
 _REMOVE_S = 30.0
+_PINNED_BY_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""How torch pins memory of the host, 4 times as fast as by its default, which writes the pages with one thread."""
 
 
 def start_ray(address: str | None, num_processes: int) -> bool:
@@ -113,7 +115,11 @@ def start_training(
         RayResourcePool([num_workers // num_nodes] * num_nodes, distinct_nodes=True, num_gpus_per_worker=num_gpus),
         worker,
         name_prefix=name,
-        env_vars={**env_vars, "OMP_NUM_THREADS": str(config.omp_num_threads)},
+        env_vars={
+            **env_vars,
+            "OMP_NUM_THREADS": str(config.omp_num_threads),
+            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", _PINNED_BY_THREADS),
+        },
         timeout_s=config.timeout_s,
         blocking=False,
     )

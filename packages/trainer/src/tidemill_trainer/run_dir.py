@@ -207,7 +207,7 @@ _MAY_CHANGE = frozenset(
         ),
         "trainer.max_restarts",
         "trainer.async_save",
-        "placement.engines",
+        *("placement.engines", "placement.offload"),
         *(f"engine.{key}" for key in ("max_token_len_per_gpu", "param_offload", "grad_offload", "optimizer_offload")),
         *("engine.reshard_after_forward", "model.gradient_checkpointing"),
         *("trainer.nnodes", "rollout.num_engines"),

@@ -8,7 +8,7 @@ from tidemill_trainer.config_file import read_config
 from tidemill_trainer.plan.micro_batches import with_micro_batches
 
 GIB = 2**30
-OPEN = frozenset({"max_token_len_per_gpu", "reshard_after_forward"})
+TOKENS, RESHARD = "engine.max_token_len_per_gpu", "engine.reshard_after_forward"
 SIZES = {  # hidden, inner, layers, heads, whether the head is tied
     "0.6B": (1024, 3072, 28, 16, True),
     "4B": (2560, 9728, 36, 32, True),
@@ -39,8 +39,8 @@ def config(tmp_path):
     return make
 
 
-def chosen(config, gib, num_gpus=1, keys=OPEN):
-    engine = with_micro_batches(config, keys, num_gpus, gib * GIB).engine
+def chosen(config, gib, num_gpus=1, given=()):
+    engine = with_micro_batches(config, given, num_gpus, gib * GIB).engine
     return engine.max_token_len_per_gpu, engine.reshard_after_forward
 
 
@@ -65,9 +65,9 @@ def test_micro_batches_fit_beside_the_state_of_the_model(config, model, num_gpus
 
 def test_given_keys_are_kept(config):
     given = config("4B", "engine.max_token_len_per_gpu=9000", num_gpus=4)
-    assert chosen(given, 139.8, 4, OPEN - {"max_token_len_per_gpu"}) == (9000, False)
-    assert chosen(config("4B", num_gpus=4), 139.8, 4, OPEN - {"reshard_after_forward"}) == (16384, True)
-    assert chosen(given, 139.8, 4, frozenset()) == (9000, True)
+    assert chosen(given, 139.8, 4, [TOKENS]) == (9000, False)
+    assert chosen(config("4B", num_gpus=4), 139.8, 4, [RESHARD]) == (16384, True)
+    assert chosen(given, 139.8, 4, [TOKENS, RESHARD]) == (9000, True)
 
 
 def test_rows_of_the_maximum_length_have_room(config):
@@ -85,5 +85,31 @@ def test_configuration_is_unchanged_if_nothing_fits_or_the_model_is_missing(conf
 
 def test_megatron_has_no_gathered_weights_to_keep(config):
     made = config("4B", "engine.backend=megatron", "engine.tp=2", num_gpus=4)
-    engine = with_micro_batches(made, OPEN, 4, 139.8 * GIB).engine
+    engine = with_micro_batches(made, (), 4, 139.8 * GIB).engine
     assert engine.max_token_len_per_gpu == 16384
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "gib", "overrides", "expected"),
+    [
+        ("0.6B", 1, 139.8, [], (False, 0.75)),  # 6.7 GiB of state
+        ("0.6B", 1, 79.1, [], (False, 0.71)),
+        ("4B", 1, 139.8, [], (True, 0.8)),  # 45 GiB: with it, gathered weights would not fit
+        ("4B", 4, 139.8, [], (False, 0.71)),
+        ("0.6B", 1, 79.1, ["rollout.response_length=2048"], (True, 0.8)),  # a KV pool of 119 GiB would hold all rows
+        ("0.6B", 1, 139.8, ["rollout.response_length=2048"], (True, 0.8)),
+        ("0.6B", 1, 139.8, ["rollout.mem_fraction_static=0.7"], (True, 0.7)),
+        ("0.6B", 1, 139.8, ['rollout.engine_args={"mem_fraction_static"=0.7}'], (True, 0.8)),
+        ("0.6B", 1, 139.8, ["placement.offload=true"], (True, 0.8)),
+        ("0.6B", 2, 139.8, ["placement.engines=separate"], (True, 0.8)),
+    ],
+)
+def test_state_stays_on_the_gpu_in_turns_if_the_pool_still_holds_all_episodes(
+    config, model, num_gpus, gib, overrides, expected
+):
+    lengths = ["data.train_batch_size=64", "rollout.n=8", "data.max_prompt_length=128", "rollout.response_length=512"]
+    made = config(model, *lengths, *overrides, num_gpus=num_gpus)
+    given = [override.split("=")[0] for override in overrides]
+    found = with_micro_batches(made, given, num_gpus, gib * GIB)
+    assert (found.placement.offload, found.rollout.mem_fraction_static) == expected
+    assert chosen(found, gib, num_gpus, ["placement.offload"]) == chosen(made, gib, num_gpus, ["placement.offload"])

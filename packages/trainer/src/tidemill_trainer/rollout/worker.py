@@ -15,7 +15,7 @@ from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
 from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
 
-from tidemill_trainer.config import Config, RolloutConfig
+from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
@@ -92,12 +92,6 @@ def engine_arguments(
         _require_cpu_plugin()
     arguments |= config.engine_args
     return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
-
-
-def num_episodes_per_engine(config: Config) -> int:
-    """Return the number of episodes that an engine generates at the same time while a step starts."""
-    rollout = config.rollout
-    return -(-config.data.train_batch_size * rollout.n * (1 + rollout.max_staleness) // rollout.num_engines)
 
 
 def engine_name(number: int) -> str:
