@@ -3,10 +3,18 @@
     python bench/weight_update.py --case moe1 --case dense1     one GPU
     python bench/weight_update.py --case dense1 --case dense1_fp8   the same model in float8 in the engine
     python bench/weight_update.py --case moe2 --case dense2     two GPUs
+    python bench/weight_update.py --case dense2e2               two GPUs, two engines
     python bench/weight_update.py --case moe4 --case dense2x2   four GPUs
     python bench/weight_update.py --case moe4 --case megatron4  the same model from FSDP2 and from Megatron's layout
+    python bench/weight_update.py --case moe8                   eight GPUs, two engines
     python bench/weight_update.py --case tiny                   no GPU
     python bench/weight_update.py --case moe4 --scale tiny      no GPU, two ranks instead of several
+    python bench/weight_update.py --case moe8 --scale tiny      no GPU, two ranks, two engines
+
+In moe8, FSDP2 shards the MoE of 31 GB over 8 ranks, and each update loads it into two engines with TP=4, on GPUs 0 to 3
+and 4 to 7. In dense2e2, two ranks update two engines with TP=1. Each method updates all engines at the same time, and
+the parameters of each engine are compared. With --only update_weights, SGLang's own update is the only stock method
+whose time is measured, which saves minutes.
 
 Prints a line per measurement, tables of all cases at the end, and the ratios last. If OUT is set, the results are also
 written to OUT/weight_update_CASE.json during the run.
@@ -18,7 +26,8 @@ within load, on the slowest engine rank: wait (for the trainer), check (maps mem
 verify; the rest of load is control, too: the call through SGLang and back.
 
 Requires tidemill_weight_update, tidemill_engines (for Megatron's layout) and SGLang; cases with GPUs need as many as
-listed, with 139 GiB each.
+listed, with 139 GiB each. For dense2e2 and moe8, 80 GB should be enough: the weights of trainer and engine and the copy
+that is compared take 41 and 20 GB per GPU.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Check that our update leaves the same parameters in the engine as stock SGLang."""
+"""Check that our update leaves the same parameters in each engine as stock SGLang."""
 
 from collections.abc import Callable
 
-from weight_update.engine import BenchEngine
+from weight_update.engine import BenchEngines
 from weight_update.trainer import Trainer
 
 
 def check_arrival(
-    trainer: Trainer, engine: BenchEngine | None, stock: Callable[[str], None], ours: Callable[[str], object]
+    trainer: Trainer, engines: BenchEngines, stock: Callable[[str], None], ours: Callable[[str], object]
 ) -> str:
-    """Compare all parameters of the engine, in place, after `stock(version)` and after `ours(version)`. Collective.
+    """Compare all parameters of the engines, in place, after `stock(version)` and after `ours(version)`. Collective.
 
     First with new values for all tensors and everything overwritten in between, then with one tensor changed.
 
@@ -21,39 +21,39 @@ def check_arrival(
     """
     trainer.change()
     stock("stock, new values")
-    kept = _on_engine(engine, "remember") + _on_engine(engine, "scramble")
+    kept = engines.probe("remember")
+    engines.probe("scramble")
     trainer.synchronize()
     ours("ours, new values")
-    _expect(engine, set())
+    _expect(engines, set())
     name = trainer.weights[len(trainer.weights) // 2].name
     trainer.change(name)
     trainer.synchronize()
     ours("ours, one tensor changed")
-    changed = _expect(engine, None)
+    changed = _expect(engines, None)
     trainer.synchronize()
-    _on_engine(engine, "forget")
+    engines.probe("forget")
     trainer.synchronize()
-    if engine is None:
+    if not engines:
         return ""
     return (
-        f"{sum(kept[: len(kept) // 2]) / 1e9:.4g} GB of engine parameters equal after stock and ours; a change of "
+        f"{sum(map(sum, kept)) / 1e9:.4g} GB of engine parameters equal after stock and ours; a change of "
         f"{name} changed {', '.join(sorted(changed))}"
     )
 
 
-def _on_engine(engine: BenchEngine | None, operation: str) -> list:
-    return [] if engine is None else engine.probe(operation)
-
-
-def _expect(engine: BenchEngine | None, expected: set[str] | None) -> set[str]:
-    """Return the names of parameters that differ from the remembered ones; expect `expected`, or (None) exactly one."""
-    if engine is None:
-        return set()
-    different = {name for answer in engine.probe("compare") for name in answer}
-    if different != expected and (expected is not None or len(different) != 1):
-        some = ", ".join(sorted(different)[:5])
-        raise RuntimeError(
-            f"after our update {len(different)} parameters of the engine differ from what stock SGLang loaded "
-            f"({some}), expected {'one' if expected is None else len(expected)}"
-        )
-    return different
+def _expect(engines: BenchEngines, expected: set[str] | None) -> set[str]:
+    """Return the names of parameters that differ from the remembered ones; expect `expected` in each engine, or (None)
+    exactly one, the same in all.
+    """
+    for index, answers in enumerate(engines.probe("compare")):
+        different = {name for answer in answers for name in answer}
+        if different != expected and (expected is not None or len(different) != 1):
+            some = ", ".join(sorted(different)[:5])
+            raise RuntimeError(
+                f"after our update {len(different)} parameters of engine {index} of {len(engines)} differ from what "
+                f"stock SGLang loaded ({some}), expected "
+                f"{'one' if expected is None else ', '.join(sorted(expected)) or 'none'}"
+            )
+        expected = different
+    return set() if expected is None else expected

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weight_update.engine import BenchEngine
+from weight_update.engine import BenchEngine, BenchEngines
 from weight_update.trainer import Trainer
 
 _GROUP = "weight_update_bench"
@@ -23,12 +23,12 @@ class StockDistributed:
     Collective over the trainer ranks.
 
     Args:
-        engine: the engine, on rank 0.
+        engines: the engine, on rank 0.
     """
 
-    def __init__(self, trainer: Trainer, engine: BenchEngine | None, tp_size: int) -> None:
+    def __init__(self, trainer: Trainer, engines: BenchEngines, tp_size: int) -> None:
         self._trainer = trainer
-        self._engine = engine
+        self._engine = engine = next(iter(engines), None)
         self._group: Any = None
         if engine is not None:
             self._group = self._join(engine, tp_size)

@@ -41,7 +41,8 @@ def floors_of(case: Case, weights: Sequence[Weight]) -> list[Floor]:
     )
     num_moved = 0
     if case.num_trainers > 1:
-        num_moved = moved_bytes(weights, _piece(case, weights), case.tp_size, separate=case.separate)
+        piece = _piece(case, weights)
+        num_moved = moved_bytes(weights, piece, case.tp_size, separate=case.separate, num_engines=case.num_engines)
     if num_moved == 0:  # one GPU, or a trainer with the layout of the engine
         return [local]
     peer = torch.device("cuda", case.num_trainers if case.separate else 1) if case.is_cuda else device

@@ -58,7 +58,8 @@ class Report:
         """Return the table of all methods, followed by the stages of our update."""
         facts = self.facts
         layout = "" if self.case.layout is None else f" (Megatron, TP={self.case.layout.tp} x EP={self.case.layout.ep})"
-        engine = f"{self.case.num_trainers} trainer ranks{layout} -> TP={self.case.tp_size}"
+        several = f"{self.case.num_engines} engines with " if self.case.num_engines > 1 else ""
+        engine = f"{self.case.num_trainers} trainer ranks{layout} -> {several}TP={self.case.tp_size}"
         engine += " on other GPUs" if self.case.separate else " on the same GPUs"
         lines = [
             f"{self.case.name}: {facts.get('num_tensors')} tensors, {facts.get('num_bytes', 0) / 1e9:.4g} GB, "

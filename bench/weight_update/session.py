@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weight_update.case import UPDATE_WEIGHTS, Case
 from weight_update.check import check_arrival
 from weight_update.clock import Timing, measure
 from weight_update.distributed import StockDistributed
-from weight_update.engine import CALL_TIMEOUT_S, BenchEngine
+from weight_update.engine import CALL_TIMEOUT_S, BenchEngine, BenchEngines
 from weight_update.floor import floors_of
 from weight_update.shapes import weights_of
 from weight_update.stock import StockTensors
@@ -60,27 +61,19 @@ class Effort:
 
 
 def run_rank(rank: int, folder: str, send_message: SendMessage, case: Case, effort: Effort) -> None:
-    """Measure everything on one rank; rank 0 starts the engine and reports the results."""
+    """Measure everything on one rank; rank 0 starts the engines and reports the results."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not case.is_cuda:
         torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
-        engine = None
-        if rank == 0:
-            started = time.perf_counter()
-            send_message("note", f"{case.name}: starting SGLang, tp_size={case.tp_size}")
-            send_message("patience", ENGINE_START_S)
-            engine = BenchEngine(case, folder)
-            stack.callback(engine.shut_down)
-            send_message("file", engine.left_over)
-            send_message("fact", {"engine_start_s": time.perf_counter() - started})
-            send_message("fact", _versions(case))
+        engines = BenchEngines([] if rank > 0 else _start_engines(case, Path(folder), send_message))
+        stack.callback(engines.shut_down)
         weights = weights_of(case.config)
         trainer = Trainer(case, rank, folder, weights)
         stack.callback(trainer.close)
         stack.push(lambda kind, error, where: _report_error(send_message, error))
-        session = Session(case, effort, trainer, engine, send_message if rank == 0 else lambda kind, value: None)
+        session = Session(case, effort, trainer, engines, send_message if rank == 0 else lambda kind, value: None)
         session.run()
         trainer.synchronize()
         if rank == 0:
@@ -89,16 +82,30 @@ def run_rank(rank: int, folder: str, send_message: SendMessage, case: Case, effo
         trainer.synchronize()
 
 
+def _start_engines(case: Case, folder: Path, send_message: SendMessage) -> list[BenchEngine]:
+    started = time.perf_counter()
+    engines = []
+    for index in range(case.num_engines):
+        number = f" {index + 1} of {case.num_engines}" if case.num_engines > 1 else ""
+        send_message("note", f"{case.name}: starting SGLang{number}, tp_size={case.tp_size}")
+        send_message("patience", ENGINE_START_S)
+        engines.append(BenchEngine(case, folder / f"engine{index}", index))
+        send_message("file", engines[-1].left_over)
+    send_message("fact", {"engine_start_s": time.perf_counter() - started})
+    send_message("fact", _versions(case))
+    return engines
+
+
 class Session:
     """The measurements of one rank."""
 
     def __init__(
-        self, case: Case, effort: Effort, trainer: Trainer, engine: BenchEngine | None, send_message: SendMessage
+        self, case: Case, effort: Effort, trainer: Trainer, engines: BenchEngines, send_message: SendMessage
     ) -> None:
         self._case = case
         self._effort = effort
         self._trainer = trainer
-        self._engine = engine
+        self._engines = engines
         self._send_message = send_message
 
     def run(self) -> None:
@@ -107,7 +114,7 @@ class Session:
         self._send_message("fact", {"num_tensors": len(self._trainer.weights), "num_bytes": num_bytes})
         self._round_trip()
         self._trainer.synchronize()
-        engines = [] if self._engine is None else [LocalEngine(self._engine.engine, timeout_s=CALL_TIMEOUT_S)]
+        engines = [LocalEngine(engine.engine, timeout_s=CALL_TIMEOUT_S) for engine in self._engines]
         updater = WeightUpdater(engines, timeout_s=CALL_TIMEOUT_S)
         stock = self._stock()
 
@@ -119,7 +126,7 @@ class Session:
 
         self._measure(OURS, ours, max_s=NO_LIMIT_S)
         middle = self._case.buckets[1]
-        found = check_arrival(self._trainer, self._engine, lambda version: stock.flattened(middle, version), ours)
+        found = check_arrival(self._trainer, self._engines, lambda version: stock.flattened(middle, version), ours)
         self._send_message("fact", {"checked": found})
         updater.close()
         for method, action, share in self._methods(stock):
@@ -132,8 +139,8 @@ class Session:
 
     def _stock(self) -> StockTensors | StockDistributed:
         if self._case.separate:
-            return StockDistributed(self._trainer, self._engine, self._case.tp_size)
-        return StockTensors(self._trainer, self._engine)
+            return StockDistributed(self._trainer, self._engines, self._case.tp_size)
+        return StockTensors(self._trainer, self._engines, self._case)
 
     def _methods(self, stock: StockTensors | StockDistributed) -> Iterator[tuple[str, Any, float]]:
         """Yield method name, callable with a version, and the share of the tensors that it sends."""
@@ -155,12 +162,12 @@ class Session:
 
     def _round_trip(self) -> None:
         """Measure a call that does nothing: the minimum cost of one control message."""
-        if self._engine is None:
+        if not self._engines:
             return
         seconds = []
         for _ in range(ROUND_TRIPS):
             started = time.perf_counter()
-            self._engine.probe("nothing")
+            self._engines.probe("nothing")
             seconds.append(time.perf_counter() - started)
         self._send_message("fact", {"round_trip_s": sorted(seconds)[ROUND_TRIPS // 2]})
 

@@ -139,25 +139,30 @@ def rows_held(weights: Sequence[Weight], num_trainers: int) -> list[dict[str, li
 
 
 def moved_bytes(
-    weights: Sequence[Weight], held: Sequence[dict[str, list[Box]]], tp_size: int, *, separate: bool
+    weights: Sequence[Weight],
+    held: Sequence[dict[str, list[Box]]],
+    tp_size: int,
+    *,
+    separate: bool,
+    num_engines: int = 1,
 ) -> int:
     """Return the bytes that must enter or leave the busiest GPU, in one direction.
 
-    Engine rank r needs part r of `tp_dim` of each tensor. Unless the ranks are on separate GPUs, trainer rank i and
-    engine rank i share one, and data that is there already does not move. Equal parts on several ranks are sent in
-    turn.
+    Rank r of each engine needs part r of `tp_dim` of each tensor. The engines are on consecutive GPUs. Unless these are
+    separate ones, trainer rank i and the i-th engine rank share one, and data that is there already does not move.
+    Equal parts on several ranks are sent in turn.
 
     Args:
         held: parts of each tensor that each trainer rank holds.
     """
-    received, sent = [0.0] * tp_size, [0.0] * len(held)
+    received, sent = [0.0] * (num_engines * tp_size), [0.0] * len(held)
     for weight in weights:
         holders: dict[Box, list[int]] = {}
         for s, parts in enumerate(held):
             for box in parts.get(weight.name, []):
                 holders.setdefault(box, []).append(s)
-        for r in range(tp_size):
-            needed = _needed(weight, r, tp_size)
+        for r in range(len(received)):
+            needed = _needed(weight, r % tp_size, tp_size)
             for box, ranks in holders.items():
                 if not separate and r in ranks:
                     continue

@@ -58,7 +58,7 @@ class Trainer:
             init_method=f"file://{Path(folder, 'store')}",
             rank=rank,
             world_size=case.num_trainers,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=COLLECTIVE_TIMEOUT * case.num_engines,  # the other ranks wait here while rank 0 starts the engines
         )
         torch.manual_seed(rank)
         self._piece = self._hold(case)

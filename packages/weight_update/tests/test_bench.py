@@ -1,13 +1,19 @@
 """The benchmark of this package, `bench/weight_update.py`."""
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tidemill_testing import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 BENCH = Path(__file__).parents[3] / "bench"
 
@@ -36,7 +42,6 @@ def test_tiny_model_has_the_shapes_of_transformers():
 
 
 def test_small_moe_has_the_size_of_transformers():
-    import torch
     import transformers
     from weight_update.shapes import MOE, weights_of
 
@@ -51,8 +56,8 @@ def test_bytes_moved_between_gpus():
     from weight_update.shapes import Weight, needed_bytes, rows_held
     from weight_update.shapes import moved_bytes as moved_from
 
-    def moved_bytes(weights, num_trainers, tp_size, *, separate):
-        return moved_from(weights, rows_held(weights, num_trainers), tp_size, separate=separate)
+    def moved_bytes(weights, num_trainers, tp_size, **placement):
+        return moved_from(weights, rows_held(weights, num_trainers), tp_size, **placement)
 
     rows, columns = Weight("rows", (8, 4), 0), Weight("columns", (8, 4), 1)
     everywhere = Weight("everywhere", (8,), None)
@@ -66,6 +71,9 @@ def test_bytes_moved_between_gpus():
     # One trainer rank sends everything to two engine ranks.
     assert moved_bytes([rows], 1, 2, separate=True) == 32 * 2
     assert needed_bytes([rows, columns, everywhere], 2) == (16 + 16 + 8) * 2
+    # Two engines: each GPU needs a second half, or the half of an engine rank that shares no GPU with its holder.
+    assert moved_bytes([rows], 2, 1, separate=False, num_engines=2) == 16 * 2
+    assert moved_bytes([rows], 4, 2, separate=False, num_engines=2) == 16 * 2
     # Both trainer ranks have the whole tensor: no bytes move to them, and each sends half to others.
     both = [{"everywhere": [((0,), (8,))]}] * 2
     assert moved_from([everywhere], both, 2, separate=False) == 0
@@ -75,7 +83,6 @@ def test_bytes_moved_between_gpus():
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_shards_of_megatron_ranks_cover_the_model(tp, ep):
-    import torch
     from weight_update.megatron import MegatronLayout
     from weight_update.shapes import MOE, weights_of
 
@@ -97,12 +104,12 @@ def test_lower_bound_is_the_local_copy_if_no_bytes_move():
     from weight_update.shapes import weights_of
 
     found = {}
-    for name in ("tiny", "dense2", "megatron4", "dense2x2"):
+    for name in ("tiny", "dense2", "megatron4", "dense2x2", "moe8"):
         case = CASES[name] if name == "tiny" else CASES[name].tiny()
         floors = floors_of(case, weights_of(case.config))
         assert all(floor.seconds > 0 for floor in floors)
         found[name] = len(floors)
-    assert found == {"tiny": 1, "dense2": 2, "megatron4": 1, "dense2x2": 2}
+    assert found == {"tiny": 1, "dense2": 2, "megatron4": 1, "dense2x2": 2, "moe8": 2}
 
 
 def test_batches_contain_whole_items_in_order():
@@ -116,10 +123,88 @@ def test_cases_of_two_gpus_share_the_tiny_form_of_four():
 
     from weight_update.case import CASES
 
-    names = ("moe1", "moe2", "dense2", "moe4", "dense2x2")
-    assert [CASES[name].num_gpus for name in names] == [1, 2, 2, 4, 4]
+    names = ("moe1", "moe2", "dense2", "dense2e2", "moe4", "dense2x2", "moe8")
+    assert [CASES[name].num_gpus for name in names] == [1, 2, 2, 2, 4, 4, 8]
     tiny = CASES["moe4"].tiny()
     assert all(replace(CASES[name].tiny(), name=tiny.name) == tiny for name in ("moe2", "dense2"))
+    two = CASES["moe8"].tiny()
+    assert (two.num_trainers, two.num_engines, two.tp_size) == (2, 2, 1)
+    assert replace(CASES["dense2e2"].tiny(), name=two.name) == two
+
+
+@pytest.mark.parametrize("changes", [{"separate": True}, {"num_trainers": 4}])
+def test_several_engines_must_share_the_gpus_of_the_trainer(changes):
+    from dataclasses import replace
+
+    from weight_update.case import CASES
+
+    with pytest.raises(ValueError, match=r"moe8: several engines must share the trainer's GPUs.* their 8 ranks, got"):
+        replace(CASES["moe8"], **changes)
+
+
+class Probed:
+    """Engines whose ranks answer `compare` with these names, by engine and rank."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+
+    def __len__(self):
+        return len(self.answers)
+
+    def probe(self, operation):
+        assert operation == "compare"
+        return self.answers
+
+
+def test_wrong_parameters_of_any_engine_are_an_error():
+    from weight_update.check import _expect
+
+    assert _expect(Probed([[], []], [[], []]), set()) == set()
+    assert _expect(Probed([["b"], ["b"]], [["b"], []]), None) == {"b"}
+    with pytest.raises(RuntimeError, match=r"1 parameters of engine 1 of 2 .*\(a\), expected none"):
+        _expect(Probed([[]], [["a"]]), set())
+    with pytest.raises(RuntimeError, match=r"0 parameters of engine 1 of 2 .*, expected b"):
+        _expect(Probed([["b"]], [[]]), None)
+    with pytest.raises(RuntimeError, match=r"2 parameters of engine 0 of 2 .*, expected one"):
+        _expect(Probed([["a"], ["b"]], [["a"]]), None)
+
+
+class Called:
+    """Engines that record their requests."""
+
+    def __init__(self, num_engines):
+        self.engines = [
+            SimpleNamespace(index=index, update=partial(self.update, index)) for index in range(num_engines)
+        ]
+        self.requests = {}
+
+    def update(self, index, request):
+        self.requests[index] = request
+
+    def at_once(self, action):
+        for engine in self.engines:
+            action(engine)
+
+
+def request_of_each_engine(num_engines, bench):
+    sys.path.insert(0, bench)
+    from weight_update.stock import Entrance
+
+    rank, tp_size = torch.distributed.get_rank(), torch.distributed.get_world_size() // num_engines
+    mesh = init_device_mesh("cpu", (num_engines, tp_size), mesh_dim_names=("engine", "tp"))
+    engines = Called(num_engines if rank == 0 else 0)
+    if rank % tp_size == 0:
+        asyncio.run(Entrance(engines, mesh).update_weights_from_tensor(f"from rank {rank}"))
+    return engines.requests
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "expected"), [(1, {0: "from rank 0"}), (2, {0: "from rank 0", 1: "from rank 2"})]
+)
+def test_each_engine_gets_the_request_of_its_first_trainer_rank(num_engines, expected):
+    requests, *others = run_ranks(request_of_each_engine, 4, num_engines, str(BENCH))
+    assert requests == expected
+    assert others == [{}] * 3
 
 
 def test_case_with_too_few_gpus_is_refused_before_it_starts():
@@ -188,14 +273,15 @@ def test_supervisor_stops_all_processes_of_ranks_that_finish_fail_or_hang(what, 
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["tiny", "dense2", "megatron4", "dense2x2"])
+@pytest.mark.timeout(480)  # two engines start one after the other
+@pytest.mark.parametrize("case", ["tiny", "dense2", "megatron4", "dense2x2", "moe8"])
 def test_benchmark_runs_without_a_gpu(case, tmp_path):
     run = subprocess.run(
         [sys.executable, BENCH / "weight_update.py", "--case", case, "--scale", "tiny", "--repeats", "2"],
         env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=280,
+        timeout=450,
     )
     assert run.returncode == 0, run.stdout
     (path,) = tmp_path.glob("weight_update_*.json")
