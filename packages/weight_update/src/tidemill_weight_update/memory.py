@@ -186,20 +186,6 @@ class ArenaRing(Generic[M]):
 _DEVICE_ARG = 6  # index of the device in rebuild_cuda_tensor's arguments, as in SGLang's monkey_patch_torch_reductions
 
 
-class Buffer:
-    """Memory of this process that grows to the largest size requested."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return uint8 [num_bytes]; the memory of the previous call may be overwritten."""
-        if self._memory is None or self._memory.numel() < num_bytes or self._memory.device != device:
-            self._memory = None  # free it before the next allocation
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._memory[:num_bytes]
-
-
 class CudaArena:
     """GPU memory that is exported once: the same handle serves every bucket, rank and engine.
 

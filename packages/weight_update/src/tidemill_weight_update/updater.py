@@ -236,8 +236,8 @@ class WeightUpdater:
                 first_receiver=member.rows.start,
                 num_receivers=len(member.rows),
                 partial=transfer.partial,
-                # Rank 0 excludes an engine after one timeout, other ranks after two; over a link all after half of one.
-                timeout_s=self._timeout_s if self._link is not None else 3 * self._timeout_s,
+                timeout_s=3
+                * self._timeout_s,  # rank 0 excludes an engine after one timeout, other ranks fail after two
             )
 
         try:

@@ -9,7 +9,6 @@ from tidemill_weight_update.memory import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.receive.plan_cache import BucketCopies
-from tidemill_weight_update.remote.trainer_link import batches
 from tidemill_weight_update.remote.wire import Message, pack_descriptor, parts_from_json, parts_of, parts_to_json
 from tidemill_weight_update.send.sender import FastBucket, in_arena
 from tidemill_weight_update.tensors import Box, Piece, SourceSpec
@@ -119,11 +118,7 @@ def test_packed_bucket_gives_the_same_parameters_as_the_bucket(model, seed):
     packed, num_bytes = pack_descriptor(descriptor, parts)
     message = Message(descriptor, parts_to_json(parts))
     assert message.num_bytes == num_bytes
-    data = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
-    if message.is_whole_bucket:
-        data = arena[: message.num_bytes]
-    else:
-        message.fill(arena, data)
+    data = message.pack(arena)
     wanted, checksums, counts = run(model, descriptor, plan, arena)
     got, packed_checksums, packed_counts = run(model, packed, plan, data)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -155,13 +150,3 @@ def test_loader_tensors_are_sent_whole():
 def test_parts_survive_json():
     parts = ((Box((0, 1), (2, 3)), Box((4, 0), (1, 1))), (), (Box((), ()),))
     assert parts_from_json(parts_to_json(parts)) == parts
-
-
-def test_messages_are_batched_up_to_the_limit():
-    class Sized:
-        def __init__(self, num_bytes: int) -> None:
-            self.num_bytes = num_bytes
-
-    a, b, c, d = Sized(60), Sized(40), Sized(200), Sized(1)
-    assert batches([a, b, a, c, d], 100) == [[a, b], [c], [d]]
-    assert batches([], 100) == []

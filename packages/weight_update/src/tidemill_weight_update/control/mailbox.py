@@ -68,8 +68,7 @@ class ReaderState(IntEnum):
 
     NONE = 0
     MAPS = 1
-    RECEIVES = 2
-    WAITS = 3
+    WAITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ class Mailbox:
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
         """Report that `receiver` no longer needs the first `num_buckets` buckets."""
         if self.is_at(sequence):  # in a later update another engine may have this row
-            state = ReaderState.MAPS if self.remote_input is None else ReaderState.RECEIVES
+            state = ReaderState.MAPS if self.remote_input is None else ReaderState.NONE
             self.board.put("reader", receiver, _stamp(sequence, num_buckets), state)
 
     def wait_for(self, sequence: int, receiver: int, bucket: int, wire: int, parts: Text) -> None:
@@ -315,14 +314,13 @@ class Mailbox:
 
 
 class Readers:
-    """The engine ranks that must read what this trainer rank publishes.
+    """The engine ranks that must read what this trainer rank publishes. Failed and exited ones need not.
+
+    Rank 0 excludes engine ranks that make no progress, for all trainer ranks; the other ranks wait longer than it.
 
     Args:
         own: this rank's mailbox, where engine ranks acknowledge what they have read.
         control: mailbox of trainer rank 0, where they report.
-
-    Attributes:
-        max_wait_s: longest wait of this rank while other engines wait for it.
     """
 
     def __init__(self, sequence: int, own: Mailbox, control: Mailbox, num_receivers: int, timeout_s: float) -> None:
@@ -331,42 +329,36 @@ class Readers:
         self._control = control
         self._num_receivers = num_receivers
         self._rows = set(range(num_receivers))
-        self._timeout_s = self.max_wait_s = timeout_s
+        self._timeout_s = timeout_s if own is control else 2 * timeout_s
 
     def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         """Send a published bucket to the readers that cannot map it; here there are none."""
 
     def wait(self, num_buckets: int) -> None:
-        """Return when no reader needs the first `num_buckets` buckets any more. Failed and exited readers need none.
-
-        Rank 0 excludes engine ranks that make no progress, for all trainer ranks; the other ranks wait longer than it.
-        """
-        is_first = self._own is self._control
-        timeout_s = self._timeout_s if is_first else 2 * self._timeout_s
-        wait = PollingWait(timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
-        slowest = self._slowest()
-        while slowest < num_buckets:
-            try:
-                wait.pause()
-            except TimeoutError:
-                if not is_first:
-                    raise
-                self._exclude_slow(num_buckets)
-            now = self._slowest()
-            if now != slowest:
+        """Return when no reader needs the first `num_buckets` buckets any more."""
+        wait = PollingWait(self._timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
+        before = 0
+        while True:
+            released = self._own.acknowledged(self._sequence, self._num_receivers).tolist()
+            late = {row for row in self._rows if released[row] < num_buckets}
+            if not late:
+                return
+            slowest = min(released[row] for row in late)
+            if slowest != before:
                 wait.progress()
-            slowest = now
+            before = slowest
+            self._pause(wait, late)
 
-    def _exclude_slow(self, num_buckets: int) -> None:
-        released = self._own.acknowledged(self._sequence, self._num_receivers)
-        for row in [row for row in self._rows if released[row] < num_buckets]:
-            self._control.exclude(self._sequence, row)
-            self._rows.remove(row)
-
-    def _slowest(self) -> float:
-        if not self._rows:
-            return float("inf")
-        return int(self._own.acknowledged(self._sequence, self._num_receivers)[list(self._rows)].min())
+    def _pause(self, wait: PollingWait, late: set[int]) -> None:
+        """Wait a moment for `late` engine ranks; after the timeout rank 0 excludes them."""
+        try:
+            wait.pause()
+        except TimeoutError:
+            if self._own is not self._control:
+                raise
+            for row in late:
+                self._control.exclude(self._sequence, row)
+            self._rows -= late
 
     def _drop_exited(self) -> None:
         self._rows.difference_update([row for row in self._rows if self._control.is_lost(self._sequence, row)])

@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill_weight_update.control.board import can_map
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Text
-from tidemill_weight_update.memory import Buffer, HostMemory, Memory
+from tidemill_weight_update.memory import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
 from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_descriptor, parts_of, parts_to_json
@@ -25,7 +25,6 @@ class EngineLink:
         self.own_address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
-        self.buffer = Buffer()  # one for all trainer ranks, because they are served one after the other
 
     def mailbox(self, path: str, rank: int) -> Mailbox:
         """Return the mailbox of trainer rank `rank`, whose path is `path`."""
@@ -56,7 +55,7 @@ class StoreInput:
         device = self._device_for(memory)
         parts, num_bytes = self._packed[bucket]
         self._mailbox.wait_for(sequence, receiver, bucket, self._wire_number, parts)
-        data = self._link.buffer.room(num_bytes, device)
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if num_bytes:
             self._receive_into(data, receiver, check)
         return data

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -14,25 +14,35 @@ from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Reader, Readers, ReaderState, Text
-from tidemill_weight_update.copy.table import aligned
-from tidemill_weight_update.memory import Buffer
-from tidemill_weight_update.remote.group_link import LinkAddress, LinkStore, StoreBoard, listen, open_store, wire_name
+from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, listen, open_store, wire_name
 from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
 
 class Connections:
-    """The wires of a trainer rank to the engine ranks of a link, and the messages for them, kept between updates.
+    """An open link on one trainer rank: its boards, wires to engine ranks and messages, kept between updates.
 
     The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
     opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
+
+    Args:
+        server: the store, on the trainer rank that hosts it.
+
+    Attributes:
+        timeout_s: longest time to connect a wire, and for one transfer.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int, store: LinkStore, address: str, timeout_s: float) -> None:
-        self._mailbox = mailbox
+    def __init__(
+        self, address: LinkAddress, rank: int, num_receivers: int, timeout_s: float, server: Store | None
+    ) -> None:
+        self.address = address
+        self.timeout_s = timeout_s / 2  # before rank 0 excludes engine ranks that wait meanwhile
         self._rank = rank
-        self._store = store
-        self._address = address
-        self._timeout_s = timeout_s
+        self._store = open_store(address, timeout_s, server)
+        board = StoreBoard(self._store, address.mailbox_path(rank), rank)
+        board.make_room(num_receivers)
+        self.mailbox = Mailbox(board)
+        self.control = self.mailbox if rank == 0 else Mailbox(StoreBoard(self._store, address.mailbox_path(0), 0))
+        self._own_address = address.own_address()
         self._wires: dict[int, tuple[int, Wire]] = {}
         self._messages: dict[int, tuple[BucketDescriptor, dict[Text, Message]]] = {}
 
@@ -42,7 +52,7 @@ class Connections:
             self._messages[bucket] = descriptor, {}
         messages = self._messages[bucket][1]
         if reader.parts not in messages:
-            parts = bytes(self._mailbox.board.read("parts", *reader.parts))
+            parts = bytes(self.mailbox.board.read("parts", *reader.parts))
             messages[reader.parts] = Message(descriptor, parts)
         return messages[reader.parts]
 
@@ -52,7 +62,7 @@ class Connections:
             self.drop(row)
         if row not in self._wires:
             name = wire_name(self._rank, row, reader.wire)
-            wire = self._store.connect(name, TRAINER, device, self._address, self._timeout_s)
+            wire = self._store.connect(name, TRAINER, device, self._own_address, self.timeout_s)
             self._wires[row] = reader.wire, wire
         return self._wires[row][1]
 
@@ -61,22 +71,14 @@ class Connections:
         if row in self._wires:
             self._wires.pop(row)[1].close()
 
-    def close_all(self) -> None:
+    def close_wires(self) -> None:
+        """Close all wires, so that no engine rank waits for data that is not sent."""
         for row in list(self._wires):
             self.drop(row)
 
-
-def batches(messages: Sequence[Message], max_bytes: int) -> list[list[Message]]:
-    """Return the distinct messages in groups of at most `max_bytes` each, or a single message of any size."""
-    groups: list[list[Message]] = []
-    room = 0
-    for message in dict.fromkeys(messages):
-        if not groups or message.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(message)
-        room -= message.num_bytes
-    return groups
+    def close(self) -> None:
+        self.close_wires()
+        self._store.close()
 
 
 class RemoteReaders(Readers):
@@ -84,86 +86,45 @@ class RemoteReaders(Readers):
 
     Nothing is sent to a rank that does not wait for it, and every request is served at once, in any order. So no two
     processes wait for each other in a cycle, in whatever order engine ranks visit trainer ranks.
-
-    An engine rank that does nothing for half the time that an engine waits for its trainer is dropped, so that engines
-    that wait for the next bucket meanwhile do not time out. The client of its engine reports the failure.
     """
 
-    def __init__(
-        self,
-        sequence: int,
-        own: Mailbox,
-        control: Mailbox,
-        num_receivers: int,
-        timeout_s: float,
-        connections: Connections,
-        staging: "Staging",
-    ) -> None:
-        super().__init__(sequence, own, control, num_receivers, timeout_s)
-        self.max_wait_s = timeout_s / 2
+    def __init__(self, sequence: int, num_receivers: int, timeout_s: float, connections: Connections) -> None:
+        super().__init__(sequence, connections.mailbox, connections.control, num_receivers, timeout_s)
         self._connections = connections
-        self._staging = staging
-
-    def wait(self, num_buckets: int) -> None:
-        wait = PollingWait(self.max_wait_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
-        before: list[int] = []
-        while True:
-            readers = self._read()
-            late = {row for row in self._rows if readers[row].released < num_buckets}
-            released = sorted(readers[row].released for row in late)
-            if not late:
-                return
-            if released != before:
-                before = released
-                wait.progress()
-            self._pause(wait, late, readers)
 
     def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
         if arena is None:
             return
         pending = set(self._rows)
-        wait = PollingWait(self.max_wait_s, f"engines to receive bucket {bucket}", self._drop_exited)
+        wait = PollingWait(self._timeout_s, f"engines to receive bucket {bucket}", self._drop_exited)
         while pending := pending & self._rows:
-            readers = self._read()
+            readers = self._own.readers(self._sequence, self._num_receivers)
             waiting = {row: readers[row] for row in pending if readers[row].waits_for(bucket)}
             done = {row for row in pending if readers[row].state == ReaderState.MAPS or readers[row].released > bucket}
             pending -= waiting.keys() | done
             if waiting:
-                self._serve(waiting, bucket, descriptor, arena)
+                self._send(waiting, bucket, descriptor, arena)
                 wait.progress()
             elif pending:
-                self._pause(wait, pending, readers)
+                self._pause(wait, pending)
 
-    def _read(self) -> list[Reader]:
-        return self._own.readers(self._sequence, self._num_receivers)
-
-    def _pause(self, wait: PollingWait, late: set[int], readers: Sequence[Reader]) -> None:
-        try:
-            wait.pause()
-        except TimeoutError:
-            if any(readers[row].state == ReaderState.MAPS for row in late):
-                raise  # a reader that maps the arena may still read what would be overwritten
-            self._rows.difference_update(late)
-
-    def _serve(self, waiting: Mapping[int, Reader], bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
-        messages = {row: self._connections.message(reader, bucket, descriptor) for row, reader in waiting.items()}
-        for group in batches([message for message in messages.values() if message.num_bytes], self._staging.num_bytes):
-            packed = self._staging.pack(group, arena)
-            if arena.device.type == "cuda":
-                torch.cuda.synchronize(arena.device)  # see NcclWire
-            self._send({row: packed[message] for row, message in messages.items() if message in packed}, waiting)
-
-    def _send(self, packed: Mapping[int, Tensor], waiting: Mapping[int, Reader]) -> None:
+    def _send(self, waiting: Mapping[int, Reader], bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
         """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
+        messages = {row: self._connections.message(reader, bucket, descriptor) for row, reader in waiting.items()}
+        packed = {message: message.pack(arena) for message in dict.fromkeys(messages.values()) if message.num_bytes}
+        if arena.device.type == "cuda":
+            torch.cuda.synchronize(arena.device)  # see NcclWire
         sending = {}
-        for row, data in packed.items():
+        for row, message in messages.items():
+            if message not in packed:
+                continue
             try:
-                sending[row] = self._connections.wire(row, waiting[row], data.device)
-                sending[row].send(data)
+                sending[row] = self._connections.wire(row, waiting[row], arena.device)
+                sending[row].send(packed[message])
             except WireError:
                 self._drop(row)
                 sending.pop(row, None)
-        deadline = time.monotonic() + self.max_wait_s
+        deadline = time.monotonic() + self._connections.timeout_s
         for row, wire in sending.items():
             try:
                 wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
@@ -180,34 +141,6 @@ class RemoteReaders(Readers):
         self._rows.discard(row)
 
 
-class Staging:
-    """Memory in which messages are packed.
-
-    Args:
-        num_bytes: size for messages that are sent together; exceeded only if a single message needs more.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._buffer = Buffer()
-
-    def pack(self, messages: list[Message], arena: Tensor) -> dict[Message, Tensor]:
-        """Pack the messages from a bucket's arena; the tensors (uint8) are valid until the next call."""
-        packed = {}
-        used = 0
-        for message in messages:
-            if not message.is_whole_bucket:
-                packed[message] = slice(used, used + message.num_bytes)
-                used = aligned(used + message.num_bytes)
-        memory = self._buffer.room(used, arena.device)
-        for message, place in packed.items():
-            message.fill(arena, memory[place])
-        return {
-            message: arena[: message.num_bytes] if message.is_whole_bucket else memory[packed[message]]
-            for message in messages
-        }
-
-
 class TrainerLink:
     """The trainer rank's side of a link; it lives as long as the `WeightUpdater`.
 
@@ -216,21 +149,20 @@ class TrainerLink:
 
     Args:
         rank: rank of this process among the trainer ranks; rank 0 hosts the store.
-        staging_bytes: size of the memory to pack messages in.
     """
 
-    def __init__(self, link: GroupLink, rank: int, staging_bytes: int, timeout_s: float) -> None:
+    def __init__(self, link: GroupLink, rank: int, timeout_s: float) -> None:
         self._link = link
         self._rank = rank
-        self._staging = Staging(staging_bytes)
         self._timeout_s = timeout_s
         self._server: Store | None = None
         self._identity = (0, 0)
-        self._address: LinkAddress | None = None
-        self._store: LinkStore | None = None
-        self._mailbox: Mailbox | None = None
-        self._control: Mailbox | None = None
         self._connections: Connections | None = None
+
+    @property
+    def connections(self) -> Connections:
+        assert self._connections is not None, "call connect() first"
+        return self._connections
 
     def open(self) -> tuple[int, int]:
         """Open the store unless it is open; return its port and session. On rank 0 only."""
@@ -259,48 +191,18 @@ class TrainerLink:
         Args:
             identity: return value of `open` on rank 0.
         """
-        if self._mailbox is None:
+        if self._connections is None:
             self._identity = port, session = identity
-            self._address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
-            store = self._store = open_store(self._address, self._timeout_s, self._server)
-            board = StoreBoard(store, self._address.mailbox_path(self._rank), self._rank)
-            board.make_room(num_receivers)
-            self._mailbox = self._control = Mailbox(board)
-            if self._rank != 0:
-                self._control = Mailbox(StoreBoard(store, self._address.mailbox_path(0), 0))
-            address = self._address.own_address()
-            self._connections = Connections(self._mailbox, self._rank, store, address, self._timeout_s / 2)
-        return self._mailbox
-
-    def paths(self, num_ranks: int) -> tuple[str, ...]:
-        """Return the paths by which engine ranks open the mailboxes of all trainer ranks."""
-        assert self._address is not None, "call connect() first"
-        return tuple(self._address.mailbox_path(rank) for rank in range(num_ranks))
+            address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
+            self._connections = Connections(address, self._rank, num_receivers, self._timeout_s, self._server)
+        return self._connections.mailbox
 
     def readers(self, sequence: int, num_receivers: int) -> RemoteReaders:
         """Return the engine ranks of an update."""
-        assert self._mailbox is not None, "call connect() first"
-        assert self._control is not None
-        assert self._connections is not None
-        return RemoteReaders(
-            sequence,
-            self._mailbox,
-            self._control,
-            num_receivers,
-            self._timeout_s,
-            connections=self._connections,
-            staging=self._staging,
-        )
-
-    def close_connections(self) -> None:
-        """Close all wires, so that no engine rank waits for data that is not sent."""
-        if self._connections is not None:
-            self._connections.close_all()
+        return RemoteReaders(sequence, num_receivers, self._timeout_s, self.connections)
 
     def close(self) -> None:
-        self.close_connections()
-        self._staging = Staging(self._staging.num_bytes)
-        if self._store is not None:
-            self._store.close()
-        self._store = self._mailbox = self._control = self._connections = self._server = None
+        if self._connections is not None:
+            self._connections.close()
+        self._connections = self._server = None
         self._identity = (0, 0)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
@@ -173,8 +174,12 @@ class Message:
         self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
         self._copier: Copier | None = None
 
-    def fill(self, arena: Tensor, place: Tensor) -> None:
-        """Copy the parts from the bucket's arena to `place`, uint8 [num_bytes]; on a GPU, queue the copy."""
+    def pack(self, arena: Tensor) -> Tensor:
+        """Return the parts of the bucket in `arena`, uint8 [num_bytes]; on a GPU the copy is queued."""
+        if self.is_whole_bucket:
+            return arena[: self.num_bytes]
         if self._copier is None:
             self._copier = Copier(self._tables, arena.device)
-        self._copier.run([arena], [place])
+        packed = torch.empty(self.num_bytes, dtype=torch.uint8, device=arena.device)
+        self._copier.run([arena], [packed])
+        return packed

@@ -78,7 +78,7 @@ class FastPath:
         self._allow_non_finite = allow_non_finite
         self._timeout_s = timeout_s
         self._group_rank = group_rank
-        self._link = None if link is None else _trainer_link(link, group_rank, bucket_bytes, timeout_s)
+        self._link = None if link is None else _trainer_link(link, group_rank, timeout_s)
         self._board: SharedBoard | None = None
         self._sequence = 0
         self._sender: Sender | None = None
@@ -124,7 +124,8 @@ class FastPath:
         if self._sender is None:
             self._sender = Sender(mailbox, self._allow_non_finite)
         mailbox.begin(self._sequence)
-        return self._link.paths(len(begun))
+        address = self._link.connections.address
+        return tuple(address.mailbox_path(rank) for rank in range(len(begun)))
 
     @property
     def mailbox(self) -> Mailbox:
@@ -183,7 +184,7 @@ class FastPath:
                 if is_new or not reads_first:
                     start()
                 readers, values = self._new_readers(control, num_receivers), self._values(transfer.source)
-                hold = partial(fleet.hold, self._sequence, self.mailbox)
+                hold = partial(fleet.hold, self._sequence, self.mailbox, self._timeout_s)
                 counts = self._require_sender().send(self._sequence, values, readers, stages, start, hold)
                 is_sent, is_in_place = True, self._prepared is not None and self._prepared.is_in_place
             if not is_sent:  # the engines would wait
@@ -205,7 +206,7 @@ class FastPath:
         """Announce that this rank sends no more buckets; if no engine was called, also that none reads."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
-            self._link.close_connections()
+            self._link.connections.close_wires()
         if not fleet.calls:
             fleet.exclude(self._sequence, self.mailbox)
 
@@ -309,7 +310,7 @@ class FastPath:
 _CPU = torch.device("cpu")
 
 
-def _trainer_link(link: GroupLink, rank: int, bucket_bytes: int, timeout_s: float) -> "TrainerLink":
+def _trainer_link(link: GroupLink, rank: int, timeout_s: float) -> "TrainerLink":
     from tidemill_weight_update.remote.trainer_link import TrainerLink
 
-    return TrainerLink(link, rank, bucket_bytes, timeout_s)
+    return TrainerLink(link, rank, timeout_s)

@@ -245,7 +245,7 @@ class Sender:
         readers: Readers,
         stages: Stages,
         started: Callable[[], None],
-        finishing: Callable[[float], None],
+        finishing: Callable[[], None],
     ) -> tuple[int, int, int]:
         """Publish the declared buckets one after the other, each when its half of the arena is free; return when all
         were read.
@@ -277,7 +277,7 @@ class Sender:
         if bucket == 0:
             started()
         with stages("load"):
-            finishing(readers.max_wait_s)
+            finishing()
         self.mailbox.finish(sequence, bucket)
         with stages("load"):
             readers.wait(bucket)
