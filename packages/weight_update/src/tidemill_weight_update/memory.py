@@ -1,9 +1,9 @@
 """Memory that other processes map: its descriptions, arenas that the sender fills, and mappings in an engine."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,27 +74,6 @@ class BucketHandle:
     weight_version: str | None
 
 
-M_co = TypeVar("M_co", covariant=True)
-M = TypeVar("M")
-
-
-class Arena(Protocol[M_co]):
-    """A block of memory that other processes can map."""
-
-    @property
-    def data(self) -> Tensor:
-        """uint8 [capacity in bytes]."""
-        ...
-
-    def publish(self) -> M_co:
-        """Make the bytes written to `data` visible to other processes and return a description of the memory."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory."""
-        ...
-
-
 class HostArena:
     """A memfd: shared memory without a name, freed when its last user exits, however it exits.
 
@@ -134,55 +113,6 @@ def _available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def new_arena(device: torch.device, num_bytes: int) -> Arena[Memory]:
-    """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader."""
-    return DeviceArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
-
-
-def new_stock_arena(device: torch.device, num_bytes: int) -> Arena[HostMemory | CudaMemory]:
-    """Return an arena of `num_bytes` on `device` that stock SGLang can open."""
-    return CudaArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
-
-
-def _is_gpu(device: torch.device) -> bool:
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"device must be cpu or cuda, got {device}; pass device='cpu' to copy the tensors to host memory first"
-        )
-    return device.type == "cuda"
-
-
-class ArenaRing(Generic[M]):
-    """Arenas used in rotation, each grown to the largest bucket it had to hold."""
-
-    def __init__(self, length: int, new: Callable[[int], Arena[M]]) -> None:
-        self._new = new
-        self._arenas: list[Arena[M] | None] = [None] * length
-        self._next_index = 0
-
-    def rewind(self) -> None:
-        """Start with the first arena again, so that an update of one bucket always uses the same arena."""
-        self._next_index = 0
-
-    def next(self, num_bytes: int) -> Arena[M]:
-        """Return the next arena, with room for `num_bytes`; its old contents may be overwritten."""
-        index = self._next_index
-        self._next_index = (index + 1) % len(self._arenas)
-        arena = self._arenas[index]
-        if arena is None or arena.data.numel() < num_bytes:
-            if arena is not None:
-                self._arenas[index] = None  # free it before the next allocation
-                arena.close()
-            arena = self._arenas[index] = self._new(max(num_bytes, 1))
-        return arena
-
-    def close(self) -> None:
-        for arena in self._arenas:
-            if arena is not None:
-                arena.close()
-        self._arenas = [None] * len(self._arenas)
-
-
 _DEVICE_ARG = 6  # index of the device in rebuild_cuda_tensor's arguments, as in SGLang's monkey_patch_torch_reductions
 
 
@@ -207,6 +137,24 @@ class CudaArena:
 
     def close(self) -> None:
         del self.data
+
+
+def new_arena(device: torch.device, num_bytes: int) -> HostArena | DeviceArena:
+    """Return an arena of `num_bytes` on `device`, for engines with the tidemill loader."""
+    return DeviceArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
+
+
+def new_stock_arena(device: torch.device, num_bytes: int) -> HostArena | CudaArena:
+    """Return an arena of `num_bytes` on `device` that stock SGLang can open."""
+    return CudaArena(num_bytes, device) if _is_gpu(device) else HostArena(num_bytes)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device must be cpu or cuda, got {device}; pass device='cpu' to copy the tensors to host memory first"
+        )
+    return device.type == "cuda"
 
 
 _Key = tuple[str | int, int]
@@ -244,7 +192,6 @@ class MappedMemories:
             return _map_file(memory)
         if self._device.type == "cpu":
             raise RuntimeError("an engine on a CPU cannot read GPU memory; pass device='cpu' to WeightUpdater")
-
         return ImportedMemory(memory, self._device)
 
 

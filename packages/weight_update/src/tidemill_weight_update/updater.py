@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient, GroupLink
 from tidemill_weight_update.control.board import MAX_RECEIVERS
-from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.send.declaration import Transfer
 from tidemill_weight_update.send.fast import FastPath
-from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight, Member
+from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight
 from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks, check_plain, check_same_declaration
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stats import Stages, UpdateStats
@@ -82,12 +81,12 @@ class WeightUpdater:
         self._ranks = Ranks(process_group)
         place = None if device is None else torch.device(device)
         self._fast = FastPath(
+            self._ranks,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
             device=place,
             allow_non_finite=allow_non_finite,
             timeout_s=timeout_s,
-            group_rank=self._ranks.rank,
             link=link,
         )
         self._link = link
@@ -95,7 +94,6 @@ class WeightUpdater:
             self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place, allow_non_finite=allow_non_finite
         )
         self._in_flight: InFlight = in_flight
-        self._timeout_s = timeout_s
         self._sequence = self._num_declared = 0
         self._closed = False
 
@@ -180,21 +178,14 @@ class WeightUpdater:
         """Send tensors to the engines to readmit, or to all that are not excluded."""
         started = time.perf_counter()
         stages, failure = Stages(), Failure()
-        transfer, fleet, numbers, reads_first = None, Fleet([], self._in_flight), [0] * 6, False
+        transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 6
         self._sequence += 1
         with failure:
             self._check_ready(version)
             with stages("prepare"):
                 transfer = describe()
             fleet = self._assemble(readmitted)
-            # The addresses of thousands of tensors are compared while GPUs read them, if no engine copies meanwhile.
-            reads_first = self._fast.are_all_in_place(transfer.declaration)
-            if self._ranks.size == 1:
-                reads_first = fleet.num_receivers > 0
-            if not reads_first:
-                transfer.check_memory()
-            linked = [(id(member.client), member.rows) for member in fleet.members if member.rows]
-            begun = self._fast.begin(self._sequence, linked)
+            begun = self._fast.begin(self._sequence, transfer, fleet)
             digest = transfer.declaration.plain_digest
             numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.number, digest]
         rows = self._ranks.exchange(failure.error, numbers)
@@ -206,7 +197,10 @@ class WeightUpdater:
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
-                fast = self._send_fast(transfer, fleet, rows, stages, reads_first=reads_first)
+                try:
+                    fast = self._fast.update(transfer, fleet, [row[:2] for row in rows], num_receivers, stages)
+                except RankLostError as error:  # engines may know which rank was lost
+                    raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
                 items = items_of(transfer.source)
                 with torch.inference_mode(False), torch.no_grad():
@@ -217,42 +211,6 @@ class WeightUpdater:
                 fleet.make_visible(version)
         counts = fast[0] + stock[0], max(fast[1], stock[1]), fast[2] + stock[2]
         return self._report(fleet, version, counts, started, stages)
-
-    def _send_fast(
-        self, transfer: Transfer, fleet: Fleet, rows: Sequence[Sequence[int]], stages: Stages, *, reads_first: bool
-    ) -> tuple[int, int, int]:
-        num_receivers, failure = rows[0][2], Failure()
-        paths: list[str] = []
-        with failure:
-            paths += self._fast.connect([(row[0], row[1]) for row in rows], num_receivers)
-        if self._link is not None:  # boards of all ranks can be opened from here on
-            self._ranks.exchange(failure.error, [], 3 * self._timeout_s)
-        mailboxes = tuple(paths)
-
-        def request(member: Member) -> Request:
-            return Request(
-                sequence=self._sequence,
-                mailboxes=mailboxes,
-                first_receiver=member.rows.start,
-                num_receivers=len(member.rows),
-                partial=transfer.partial,
-                timeout_s=3
-                * self._timeout_s,  # rank 0 excludes an engine after one timeout, other ranks fail after two
-            )
-
-        try:
-            return self._fast.update(
-                transfer,
-                fleet,
-                self._ranks,
-                request,
-                stages,
-                control=mailboxes[0],
-                num_receivers=num_receivers,
-                reads_first=reads_first,
-            )
-        except RankLostError as error:  # engines may know which rank was lost
-            raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
 
     def update_adapter(
         self,

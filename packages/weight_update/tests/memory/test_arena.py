@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from shared_memory import arena_mappings
-from tidemill_weight_update.memory import ArenaRing, HostArena, new_stock_arena
+from tidemill_weight_update.memory import HostArena, new_stock_arena
 
 READER = """
 import sys, torch
@@ -68,20 +67,11 @@ def test_no_memory_remains_after_sender_is_killed():
 def test_close_releases_mappings_and_descriptors():
     before = arena_mappings()
     descriptors = len(os.listdir("/proc/self/fd"))
-    ring = ArenaRing(1, partial(new_stock_arena, torch.device("cpu")))
-    for size in (100, 5000, 100, 0):
-        assert ring.next(size).data.numel() >= size
-    ring.close()
+    arena = new_stock_arena(torch.device("cpu"), 5000)
+    assert arena.data.numel() == 5000
+    arena.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert arena_mappings() == before
-
-
-def test_ring_reuses_an_arena_that_is_large_enough():
-    ring = ArenaRing(1, partial(new_stock_arena, torch.device("cpu")))
-    big = ring.next(5000)
-    assert ring.next(100) is big
-    assert ring.next(6000) is not big
-    ring.close()
 
 
 def test_arena_larger_than_shared_memory_is_refused():

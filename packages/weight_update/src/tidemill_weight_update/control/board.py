@@ -102,7 +102,7 @@ class SharedBoard:
     def create(cls) -> "SharedBoard":
         fd = os.memfd_create("tidemill-board")
         os.ftruncate(fd, _TOTALS_END)
-        return cls(fd, path_of((os.getpid() << 32 | fd, os.fstat(fd).st_ino)))
+        return cls(fd, path_of(os.getpid() << 32 | fd, os.fstat(fd).st_ino))
 
     @classmethod
     def open(cls, path: str) -> "SharedBoard":
@@ -176,9 +176,8 @@ class SharedBoard:
         os.close(self._fd)
 
 
-def path_of(identity: tuple[int, int]) -> str:
+def path_of(where: int, inode: int) -> str:
     """Return the path by which other processes open the board with this `SharedBoard.identity`."""
-    where, inode = identity
     return f"/proc/{where >> 32}/fd/{where & 0xFFFFFFFF}#{inode}"
 
 

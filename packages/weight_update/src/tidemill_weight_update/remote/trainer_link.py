@@ -181,18 +181,16 @@ class TrainerLink:
             self._identity = (port, secrets.randbits(62))
         return self._identity
 
-    def is_at(self, identity: tuple[int, int]) -> bool:
-        """Return whether this side is connected to the store of that port and session."""
-        return self._identity == identity
+    def is_at(self, port: int, session: int) -> bool:
+        """Return whether this side is connected to that store."""
+        return self._identity == (port, session)
 
-    def connect(self, identity: tuple[int, int], num_receivers: int) -> Mailbox:
-        """Return this rank's mailbox, with space for `num_receivers` engine ranks.
-
-        Args:
-            identity: return value of `open` on rank 0.
+    def connect(self, port: int, session: int, num_receivers: int) -> Mailbox:
+        """Return this rank's mailbox in the store that rank 0 has opened, with space for `num_receivers` engine
+        ranks.
         """
         if self._connections is None:
-            self._identity = port, session = identity
+            self._identity = port, session
             address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
             self._connections = Connections(address, self._rank, num_receivers, self._timeout_s, self._server)
         return self._connections.mailbox

@@ -1,7 +1,7 @@
 """The fast path on one trainer rank: from the tensors it holds to engines with the tidemill loader."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import Mailbox, Readers
 from tidemill_weight_update.cuda_memory import DeviceMemory, are_allocated, num_freed
 from tidemill_weight_update.send.declaration import Declaration, Transfer
-from tidemill_weight_update.send.fleet import Fleet, Member
+from tidemill_weight_update.send.fleet import Fleet
 from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks
 from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values, allocations, in_place, pack
 from tidemill_weight_update.stats import Stages
@@ -63,22 +63,22 @@ class FastPath:
 
     def __init__(
         self,
+        ranks: Ranks,
         *,
         bucket_bytes: int,
         dtype: torch.dtype | None,
         device: torch.device | None,
         allow_non_finite: bool,
         timeout_s: float,
-        group_rank: int,
         link: GroupLink | None,
     ) -> None:
+        self._ranks = ranks
         self._bucket_bytes = bucket_bytes if link is None else max(1, bucket_bytes // 2)
         self._dtype = dtype
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._timeout_s = timeout_s
-        self._group_rank = group_rank
-        self._link = None if link is None else _trainer_link(link, group_rank, timeout_s)
+        self._link = None if link is None else _trainer_link(link, ranks.rank, timeout_s)
         self._board: SharedBoard | None = None
         self._sequence = 0
         self._sender: Sender | None = None
@@ -86,20 +86,40 @@ class FastPath:
         self._last: Declaration | None = None
         self._prepared: Prepared | None = None
         self._all_in_place: Declaration | None = None
+        self._reads_first = False
         self._engines: Sequence[tuple[int, range]] = ()
         self.is_link_broken = False
 
-    def begin(self, sequence: int, engines: Sequence[tuple[int, range]]) -> tuple[int, int]:
-        """Start an update; return what the other ranks need for `connect`.
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._require_sender().mailbox
 
-        Args:
-            engines: identity and rows of each engine, on rank 0; a link is opened anew for other engines.
+    def declare(self, source: Source) -> Declaration:
+        """Return the declaration of these tensors: the last one if it describes them."""
+        if self._last is None or not self._last.describes(source):
+            self._last = None  # its successor may raise
+            self._last = Declaration(source, self._dtype, self._ranks.rank)
+        return self._last
+
+    def begin(self, sequence: int, transfer: Transfer, fleet: Fleet) -> tuple[int, int]:
+        """Start an update; return what the other ranks need for `update`.
+
+        Raises:
+            RuntimeError: the memory of a declared tensor has moved.
         """
         self._sequence = sequence
+        # The addresses of thousands of tensors are compared while a GPU reads them, if no engine copies before all
+        # ranks have published: there is one rank, or all ranks sent all tensors in place last time.
+        self._reads_first = self._all_in_place is transfer.declaration
+        if self._ranks.size == 1:
+            self._reads_first = fleet.num_receivers > 0
+        if not self._reads_first:
+            transfer.check_memory()
         if self._link is not None:
-            if self._group_rank > 0:
+            if self._ranks.rank > 0:
                 return 0, 0
-            if engines != self._engines or self.is_link_broken:
+            engines = [(id(member.client), member.rows) for member in fleet.members if member.rows]
+            if engines != self._engines or self.is_link_broken:  # a link connects a fixed set of engines
                 self.close()
             self._engines, self.is_link_broken = engines, False
             return self._link.open()
@@ -110,49 +130,13 @@ class FastPath:
         self._sender.mailbox.begin(sequence)
         return self._board.identity
 
-    def connect(self, begun: Sequence[tuple[int, int]], num_receivers: int) -> tuple[str, ...]:
-        """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update.
-
-        Args:
-            begun: return values of `begin` on all ranks.
-        """
-        if self._link is None:
-            return tuple(path_of(identity) for identity in begun)
-        if not self._link.is_at(begun[0]):
-            self.close()
-        mailbox = self._link.connect(begun[0], num_receivers)
-        if self._sender is None:
-            self._sender = Sender(mailbox, self._allow_non_finite)
-        mailbox.begin(self._sequence)
-        address = self._link.connections.address
-        return tuple(address.mailbox_path(rank) for rank in range(len(begun)))
-
-    @property
-    def mailbox(self) -> Mailbox:
-        return self._require_sender().mailbox
-
-    def declare(self, source: Source) -> Declaration:
-        """Return the declaration of these tensors: the last one if it describes them."""
-        if self._last is None or not self._last.describes(source):
-            self._last = None  # its successor may raise
-            self._last = Declaration(source, self._dtype, self._group_rank)
-        return self._last
-
-    def are_all_in_place(self, declaration: Declaration) -> bool:
-        """Return whether all ranks sent it only in place last time: then engines copy nothing before all published."""
-        return self._all_in_place is declaration
-
     def update(
         self,
         transfer: Transfer,
         fleet: Fleet,
-        ranks: Ranks,
-        request: Callable[[Member], Request],
-        stages: Stages,
-        *,
-        control: str,
+        begun: Sequence[Sequence[int]],
         num_receivers: int,
-        reads_first: bool,
+        stages: Stages,
     ) -> tuple[int, int, int]:
         """Send the tensors of this rank while the engines read those of all ranks; return when all have responded.
 
@@ -160,19 +144,27 @@ class FastPath:
 
         Args:
             fleet: engines of the update; empty except on rank 0.
-            request: returns the request for an engine.
-            control: path of the mailbox of trainer rank 0.
-            reads_first: whether a GPU reads the first bucket before the engines are called, unless these have a new
-                declaration to read meanwhile. The memory of the tensors is checked while it reads.
+            begun: return values of `begin` on all ranks.
 
         Returns:
             Numbers of buckets, tensors and bytes.
         """
+        paths = self._connect(begun, num_receivers)
+        # Rank 0 excludes an engine after one timeout, other ranks fail after two.
+        request = Request(
+            sequence=self._sequence,
+            mailboxes=paths,
+            first_receiver=0,
+            num_receivers=0,
+            partial=transfer.partial,
+            timeout_s=3 * self._timeout_s,
+        )
+        fleet.connect(request, self.mailbox)
 
         def start() -> None:
             if not fleet.calls:
-                fleet.load(request, self.mailbox)
-                if reads_first:
+                fleet.load()
+                if self._reads_first:
                     transfer.check_memory()
 
         failure, counts, is_sent, is_in_place = Failure(), (0, 0, 0), False, False
@@ -181,16 +173,16 @@ class FastPath:
             with failure, torch.inference_mode(False), torch.no_grad():
                 with stages("prepare"):
                     is_new = self._prepare(transfer)
-                if is_new or not reads_first:
+                if is_new or not self._reads_first:  # engines read a new declaration meanwhile
                     start()
-                readers, values = self._new_readers(control, num_receivers), self._values(transfer.source)
-                hold = partial(fleet.hold, self._sequence, self.mailbox, self._timeout_s)
+                readers, values = self._new_readers(paths[0], num_receivers), self._values(transfer.source)
+                hold = partial(fleet.hold, self._timeout_s)
                 counts = self._require_sender().send(self._sequence, values, readers, stages, start, hold)
                 is_sent, is_in_place = True, self._prepared is not None and self._prepared.is_in_place
             if not is_sent:  # the engines would wait
                 self._cancel(fleet)
             # The engines compare checksums meanwhile. Other ranks may wait for engines now.
-            rows = ranks.exchange(failure.error, [is_in_place], 3 * self._timeout_s)
+            rows = self._ranks.exchange(failure.error, [is_in_place], 3 * self._timeout_s)
             self._all_in_place = transfer.declaration if all(row[0] for row in rows) else None
         except RankLostError:
             is_sent = False
@@ -199,8 +191,25 @@ class FastPath:
             if not is_sent:
                 self._cancel(fleet)
             with stages("load"):
-                fleet.join(self._sequence, self.mailbox)
+                fleet.join()
         return counts
+
+    def _connect(self, begun: Sequence[Sequence[int]], num_receivers: int) -> tuple[str, ...]:
+        """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update."""
+        if self._link is None:
+            return tuple(path_of(where, inode) for where, inode in begun)
+        failure = Failure()
+        with failure:
+            port, session = begun[0]
+            if not self._link.is_at(port, session):
+                self.close()
+            mailbox = self._link.connect(port, session, num_receivers)
+            if self._sender is None:
+                self._sender = Sender(mailbox, self._allow_non_finite)
+            mailbox.begin(self._sequence)
+        self._ranks.exchange(failure.error, [], 3 * self._timeout_s)  # engines may open the boards of all ranks now
+        address = self._link.connections.address
+        return tuple(address.mailbox_path(rank) for rank in range(len(begun)))
 
     def _cancel(self, fleet: Fleet) -> None:
         """Announce that this rank sends no more buckets; if no engine was called, also that none reads."""
@@ -208,7 +217,7 @@ class FastPath:
         if self._link is not None:
             self._link.connections.close_wires()
         if not fleet.calls:
-            fleet.exclude(self._sequence, self.mailbox)
+            fleet.exclude_all()
 
     def _prepare(self, transfer: Transfer) -> bool:
         """Write the declaration into the mailbox; return False if it is there, and its memory where it was."""
@@ -229,7 +238,7 @@ class FastPath:
         for position, item in enumerate(items):
             outline = declaration.pieces[position]
             if declaration.is_own[position] and outline is not None and outline.device == device != _CPU:
-                piece = piece_to_send(*item, self._dtype, self._group_rank)
+                piece = piece_to_send(*item, self._dtype, self._ranks.rank)
                 assert piece is not None
                 fixed[position] = piece
         pieces = list(fixed.values())

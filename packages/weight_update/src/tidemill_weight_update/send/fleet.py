@@ -4,8 +4,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient, HoldingClient
@@ -64,6 +63,8 @@ class Member:
 class Fleet:
     """The engines that take part in one update. If one fails, the others continue.
 
+    Engines with the tidemill loader are called after `connect`.
+
     Attributes:
         num_receivers: number of ranks of all engines with the tidemill loader.
         stock: members without the tidemill loader, as far as they responded.
@@ -72,11 +73,13 @@ class Fleet:
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: InFlight) -> None:
         self._in_flight: InFlight = in_flight
+        self._request: Request
+        self._control: Mailbox
         self.members = [
             Member(client, f"engine {index} of {len(clients)} ({client!r})") for index, client in enumerate(clients)
         ]
         self.num_receivers = 0
-        self.calls: list[Future[None]] = []
+        self.calls: list[threading.Thread] = []
         for member in self.members:
             member.attempt(lambda member=member: self._assign_rows(member), unchanged=True)
         self.stock = [member for member in self.members if not member.rows and member.error is None]
@@ -106,49 +109,50 @@ class Fleet:
             if not member.stopped:  # pausing again would let SGLang start requests in between
                 member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
 
-    def load(self, request: Callable[[Member], Request], control: Mailbox) -> None:
+    def connect(self, request: Request, control: Mailbox) -> None:
+        """Set what the engines with the tidemill loader receive, except for its rows, and where their ranks report."""
+        self._request, self._control = request, control
+
+    def load(self) -> None:
         """Call `load` of all engines with the tidemill loader, in threads."""
         for member in self.members:
-            if not member.rows:
-                continue
-            load_request = request(member)
-            if member.error is not None:
-                self._exclude(member, load_request.sequence, control)
-                continue
-            self._start(self._load, member, load_request, control)
+            if member.rows and member.error is not None:
+                self._exclude(member)
+            elif member.rows:
+                self._start(self._load, member)
 
-    def exclude(self, sequence: int, control: Mailbox) -> None:
+    def exclude_all(self) -> None:
         """Exclude all engine ranks, so that other trainer ranks do not wait for engines that were not called."""
-        for row in range(self.num_receivers):
-            control.exclude(sequence, row)
+        for member in self.members:
+            self._exclude(member)
 
-    def hold(self, sequence: int, control: Mailbox, max_wait_s: float) -> None:
+    def hold(self, max_wait_s: float) -> None:
         """Hold back requests that wait for the end of `load`, for engines where they could start before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
         if not held:
             return
-        self._wait_until_started({row for member in held for row in member.rows}, sequence, control, max_wait_s)
+        self._wait_until_started({row for member in held for row in member.rows}, max_wait_s)
         calls = []
         for member in held:
-            if all(control.state(sequence, row) != IDLE for row in member.rows):
+            if all(self._state(row) != IDLE for row in member.rows):
                 calls.append((member, self._start(_hold, member)))
             else:
-                self._fail_late(member, "its ranks did not start in time", sequence, control)
+                self._fail_late(member, "its ranks did not start in time")
         deadline = time.monotonic() + max_wait_s
         for member, call in calls:
-            wait([call], max(0.0, deadline - time.monotonic()))
-            if not call.done():
-                self._fail_late(member, "it did not hold back requests in time", sequence, control)
+            call.join(max(0.0, deadline - time.monotonic()))
+            if call.is_alive():
+                self._fail_late(member, "it did not hold back requests in time")
 
-    def _wait_until_started(self, rows: set[int], sequence: int, control: Mailbox, max_wait_s: float) -> None:
+    def _wait_until_started(self, rows: set[int], max_wait_s: float) -> None:
         """Return when all of `rows` have started the update or never will, or after a timeout without progress."""
 
         def drop_exited() -> None:
-            rows.difference_update([row for row in rows if control.is_lost(sequence, row)])
+            rows.difference_update([row for row in rows if self._control.is_lost(self._request.sequence, row)])
 
         wait = PollingWait(max_wait_s, "engines to start", drop_exited)
         while rows:
-            started = {row for row in rows if control.state(sequence, row) != IDLE}
+            started = {row for row in rows if self._state(row) != IDLE}
             rows -= started
             if started:
                 wait.progress()
@@ -158,57 +162,61 @@ class Fleet:
             except TimeoutError:
                 return
 
-    def join(self, sequence: int, control: Mailbox) -> None:
+    def join(self) -> None:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
         try:
             for call in self.calls:
-                call.result()
+                call.join()
         except BaseException as error:
             for member in self.members:
                 if member.rows and member.error is None and not member.replies:
                     why = f"the trainer was interrupted before the engine responded: {type(error).__name__}"
-                    self._fail_and_exclude(member, why, sequence, control)
+                    self._fail_and_exclude(member, why)
             raise
 
-    def _fail_late(self, member: Member, why: str, sequence: int, control: Mailbox) -> None:
+    def _state(self, row: int) -> int:
+        return self._control.state(self._request.sequence, row)
+
+    def _fail_late(self, member: Member, why: str) -> None:
         """Mark a late engine as failed; `_load` determines whether it changed anything when it returns."""
         member.fail(why, unchanged=True)
-        self._exclude(member, sequence, control)
+        self._exclude(member)
 
-    def _start(self, action: Callable[..., None], *args: object) -> Future[None]:
+    def _start(self, action: Callable[[Member], None], member: Member) -> threading.Thread:
         """Call `action` in another thread."""
-        call: Future[None] = Future()
-        threading.Thread(target=_run_call, args=(call, action, *args), daemon=True).start()
+        call = threading.Thread(target=action, args=(member,), daemon=True)
+        call.start()
         self.calls.append(call)
         return call
 
-    def _load(self, member: Member, request: Request, control: Mailbox) -> None:
+    def _load(self, member: Member) -> None:
+        request = replace(self._request, first_receiver=member.rows.start, num_receivers=len(member.rows))
         try:
             member.client.load(request, flush_cache=self.flushes and member.holding is None)
-            self._check_reports(member, request.sequence, control)
+            self._check_reports(member)
             if member.holding is not None:
                 member.attempt(member.client.flush_cache, unchanged=False)
         except BaseException as error:  # noqa: BLE001 - otherwise the thread ends and the call looks successful
-            self._fail_and_exclude(member, str(error) or type(error).__name__, request.sequence, control)
+            self._fail_and_exclude(member, str(error) or type(error).__name__)
         if member.error is not None and not member.unchanged and not member.paused:  # at once: others may take long
             self._stop(member)
 
-    def _fail_and_exclude(self, member: Member, why: str, sequence: int, control: Mailbox) -> None:
+    def _fail_and_exclude(self, member: Member, why: str) -> None:
         """Exclude an engine whose client failed, and determine what it holds."""
         unchanged = False
         try:
-            self._exclude(member, sequence, control)  # first: a rank that has not started by now never will
-            unchanged = all(control.state(sequence, row) in (IDLE, UNCHANGED) for row in member.rows)
+            self._exclude(member)  # first: a rank that has not started by now never will
+            unchanged = all(self._state(row) in (IDLE, UNCHANGED) for row in member.rows)
         except Exception as error:  # noqa: BLE001
             why = f"{why}; the state of its ranks cannot be read: {error}"
         member.fail(why, unchanged=unchanged)
 
-    def _exclude(self, member: Member, sequence: int, control: Mailbox) -> None:
+    def _exclude(self, member: Member) -> None:
         for row in member.rows:
-            control.exclude(sequence, row)
+            self._control.exclude(self._request.sequence, row)
 
-    def _check_reports(self, member: Member, sequence: int, control: Mailbox) -> None:
-        states = [control.state(sequence, row) for row in member.rows]
+    def _check_reports(self, member: Member) -> None:
+        states = [self._state(row) for row in member.rows]
         if not any(states):
             raise RuntimeError(
                 "its ranks did not report: the loader refused the request (see the engine's log), for example because "
@@ -216,7 +224,7 @@ class Fleet:
                 "version of this package"
             )
         # The reply of a rank that has not reported is that of an earlier update.
-        replies = [control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
+        replies = [self._control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
         errors: dict[str, list[str]] = {}
         for rank, (state, reply) in enumerate(zip(states, replies, strict=True)):
             if state != LOADED:
@@ -284,13 +292,6 @@ def _resume(member: Member) -> None:
     except CLIENT_ERRORS as error:
         failure = f"it was not resumed after its pause: {str(error) or type(error).__name__}"
         member.error = failure if member.error is None else f"{member.error}; {failure}"
-
-
-def _run_call(call: Future[None], action: Callable[..., None], *args: object) -> None:
-    try:
-        action(*args)
-    finally:
-        call.set_result(None)
 
 
 def _hold(member: Member) -> None:

@@ -1,8 +1,8 @@
 """Buckets of the fast path, and how one trainer rank fills and publishes them."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -11,8 +11,8 @@ from tidemill_weight_update.control.mailbox import Mailbox, Readers
 from tidemill_weight_update.copy.checksum import TensorSums
 from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.copy.table import Copy, CopyTable, Shard, aligned, build_tables, in_a_row
-from tidemill_weight_update.cuda_memory import DeviceMemory, NotExportableError, export
-from tidemill_weight_update.memory import Arena, ArenaRing, Memory, new_arena
+from tidemill_weight_update.cuda_memory import DeviceArena, DeviceMemory, NotExportableError, export
+from tidemill_weight_update.memory import HostArena, Memory, new_arena
 from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors import Box, Piece, SourceSpec, contiguous_strides
 
@@ -177,15 +177,15 @@ class PreparedBucket:
     Attributes:
         copier: fills the arena, or only reads.
         sums: checksums of the sources, and which are not finite, from the last run of `copier`.
-        num_bytes: size in the arena.
+        arena: half of the arena that is filled; None if engines read the pieces in place.
         payload_bytes: size of the pieces alone.
     """
 
     descriptor: BucketDescriptor
     copier: Copier
     sums: TensorSums
+    arena: HostArena | DeviceArena | None
     num_pieces: int
-    num_bytes: int
     payload_bytes: int
 
 
@@ -198,36 +198,26 @@ class Sender:
         self._device = torch.device("cpu")
         self._declared = b""
         self._num_tensors = 0
-        self._arenas: ArenaRing[Memory] = ArenaRing(2, partial(new_arena, self._device))
+        self._halves: list[HostArena | DeviceArena] = []
 
     def declare(self, buckets: Sequence[FastBucket], device: torch.device) -> list[PreparedBucket]:
         """Allocate the arenas on `device`, and write the descriptors of all buckets unless they are there."""
-        if device != self._device:
-            self._device = device
-            self._arenas.close()
-            self._arenas = ArenaRing(2, partial(new_arena, device))
-        self._arenas.rewind()
-        # Both halves have the same size: they are used in turn, and small buckets must not shift the turn.
-        size = max((bucket.num_bytes for bucket in buckets), default=0)
-        num_filled = num_checksums = 0
-        halves: list[Memory] = []
+        sizes = [bucket.num_bytes for bucket in buckets if bucket.num_bytes]
+        self._allocate(min(2, len(sizes)), max(sizes, default=0), device)
+        halves = itertools.cycle([(half, half.publish()) for half in self._halves])
+        num_checksums = 0
         prepared = []
         for bucket in buckets:
-            arena = None
-            if bucket.num_bytes:
-                if num_filled < 2:
-                    halves.append(self._arenas.next(size).publish())
-                arena = halves[num_filled % 2]
-                num_filled += 1
-            descriptor = bucket.descriptor(arena, num_checksums)
+            arena, memory = next(halves) if bucket.num_bytes else (None, None)
+            descriptor = bucket.descriptor(memory, num_checksums)
             num_checksums += len(descriptor.sources)
             prepared.append(
                 PreparedBucket(
                     descriptor=descriptor,
                     copier=Copier(bucket.tables(device), device, "target"),
                     sums=TensorSums(len(descriptor.sources), device, finds_non_finite=not self._allow_non_finite),
+                    arena=arena,
                     num_pieces=len(bucket.pieces),
-                    num_bytes=bucket.num_bytes,
                     payload_bytes=bucket.payload_bytes,
                 )
             )
@@ -258,21 +248,22 @@ class Sender:
             Numbers of buckets, of tensors with a part in them, and of bytes.
         """
         self.mailbox.announce(sequence)
-        self._arenas.rewind()
         bucket = num_bytes = 0
         for prepared, values in buckets:
             with stages("load"):
                 readers.wait(bucket - 1)
             with stages("fill"):
-                arena = self._fill(prepared, values)
+                self._fill(prepared, values)
             if bucket == 0:
                 started()
             with stages("fill"):
-                self._finish_filling(prepared, arena)
+                self._finish_filling(prepared)
             bucket += 1
             self.mailbox.publish(sequence, bucket)
             with stages("load"):
-                readers.deliver(bucket - 1, prepared.descriptor, None if arena is None else arena.data)
+                readers.deliver(
+                    bucket - 1, prepared.descriptor, None if prepared.arena is None else prepared.arena.data
+                )
             num_bytes += prepared.payload_bytes
         if bucket == 0:
             started()
@@ -284,20 +275,28 @@ class Sender:
         return bucket, self._num_tensors, num_bytes
 
     def close(self) -> None:
-        self._arenas.close()
+        for half in self._halves:
+            half.close()
+        self._halves = []
         self.mailbox.close()
 
-    def _fill(self, prepared: PreparedBucket, values: Values) -> Arena[Memory] | None:
-        """Start to fill the next arena and return it, or only read (for checksums) what engines read in place."""
-        arena = self._arenas.next(prepared.num_bytes) if prepared.num_bytes else None
-        prepared.sums.clear()
-        prepared.copier.run(
-            values, [] if arena is None else [arena.data], prepared.sums.checksums, prepared.sums.non_finite
-        )
-        prepared.sums.fetch()
-        return arena
+    def _allocate(self, num_halves: int, num_bytes: int, device: torch.device) -> None:
+        """Allocate halves of equal size, unless they are large enough."""
+        if device != self._device or any(half.data.numel() < num_bytes for half in self._halves):
+            for half in self._halves:  # free them before the next allocation
+                half.close()
+            self._halves, self._device = [], device
+        while len(self._halves) < num_halves:
+            self._halves.append(new_arena(device, num_bytes))
 
-    def _finish_filling(self, prepared: PreparedBucket, arena: Arena[Memory] | None) -> None:
+    def _fill(self, prepared: PreparedBucket, values: Values) -> None:
+        """Start to fill the arena, or only read (for checksums) what engines read in place."""
+        targets = [] if prepared.arena is None else [prepared.arena.data]
+        prepared.sums.clear()
+        prepared.copier.run(values, targets, prepared.sums.checksums, prepared.sums.non_finite)
+        prepared.sums.fetch()
+
+    def _finish_filling(self, prepared: PreparedBucket) -> None:
         """Wait for `_fill`, check its results, and write the checksums."""
         prepared.sums.wait()
         found = [] if self._allow_non_finite else prepared.sums.not_finite()
@@ -308,6 +307,6 @@ class Sender:
                 f"tensors of this update are paused until an update is complete (to send such tensors, pass "
                 f"allow_non_finite=True)"
             )
-        if arena is not None:
-            arena.publish()
+        if prepared.arena is not None:
+            prepared.arena.publish()
         self.mailbox.write_checksums(prepared.descriptor.first_checksum, prepared.sums.checksums_on_host())

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -14,12 +13,9 @@ from tidemill_weight_update.client import AdapterClient
 from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.lora import LoraConfig, pairs_of, saved_name
 from tidemill_weight_update.memory import (
-    Arena,
-    ArenaRing,
     BucketHandle,
-    CudaMemory,
+    CudaArena,
     HostArena,
-    HostMemory,
     TensorEntry,
     new_stock_arena,
 )
@@ -51,7 +47,7 @@ class Bucket:
         """Describe the bucket by its first and last tensor and their number."""
         return f"{self.index}: {_range(self.entries)}"
 
-    def handle(self, arena: Arena[HostMemory | CudaMemory], version: str | None) -> BucketHandle:
+    def handle(self, arena: HostArena | CudaArena, version: str | None) -> BucketHandle:
         """Return what engines receive once `arena` is filled; the last bucket carries the version."""
         last = version if self.is_last else None
         return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish(), weight_version=last)
@@ -155,7 +151,7 @@ def check_parts(bucket: Bucket) -> None:
             box_of_dtensor(entry.name, tensor)
 
 
-def gather(bucket: Bucket, arena: Arena[HostMemory | CudaMemory] | None, failure: Failure, stages: Stages) -> None:
+def gather(bucket: Bucket, arena: HostArena | CudaArena | None, failure: Failure, stages: Stages) -> None:
     """Copy the full tensors of `bucket`, cast to the dtypes of its entries, to their places in `arena`.
 
     Collective over the ranks that hold the tensors. Every rank holds one full tensor at a time.
@@ -205,7 +201,7 @@ class StockPath:
         self._dtype = dtype
         self._device = device
         self._allow_non_finite = allow_non_finite
-        self._arenas: ArenaRing[HostMemory | CudaMemory] | None = None
+        self._arenas: dict[int, HostArena | CudaArena] = {}
 
     def send(
         self,
@@ -288,28 +284,33 @@ class StockPath:
         return len(bucket.entries), bucket.payload_bytes
 
     def close(self) -> None:
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas = {}
 
-    def _next(
-        self, buckets: Iterator[Bucket], failure: Failure
-    ) -> tuple[Bucket | None, Arena[HostMemory | CudaMemory] | None]:
+    def _next(self, buckets: Iterator[Bucket], failure: Failure) -> tuple[Bucket | None, HostArena | CudaArena | None]:
         """Return the next bucket and, on rank 0, its memory. Nothing is gathered yet, so any rank may fail here."""
         if failure.error is not None:
             return None, None
         with failure:
             bucket = next(buckets)
             check_parts(bucket)
-            if self._ranks.rank != 0:
-                return bucket, None
-            if self._arenas is None:
-                device = bucket.tensors[0].device if self._device is None else self._device
-                # One arena on the host: an engine responds after it has copied. Two on a GPU: the response to a bucket
-                # proves that the copies of the previous one are complete (see `sglang.payload`).
-                self._arenas = ArenaRing(1 if device.type == "cpu" else 2, partial(new_stock_arena, device))
-            return bucket, self._arenas.next(bucket.num_bytes)
+            return bucket, self._arena_for(bucket) if self._ranks.rank == 0 else None
         return None, None
+
+    def _arena_for(self, bucket: Bucket) -> HostArena | CudaArena:
+        """Return memory with room for a bucket; it may have that of an earlier bucket."""
+        if self._device is None:
+            self._device = bucket.tensors[0].device
+        # One arena on the host: an engine responds after it has copied. Two on a GPU: the response to a bucket proves
+        # that the copies of the previous one are complete (see `sglang.payload`).
+        place = 0 if self._device.type == "cpu" else bucket.index % 2
+        arena = self._arenas.get(place)
+        if arena is None or arena.data.numel() < bucket.num_bytes:
+            if arena is not None:
+                self._arenas.pop(place).close()  # free it before the next allocation
+            arena = self._arenas[place] = new_stock_arena(self._device, max(bucket.num_bytes, 1))
+        return arena
 
     def _agreed(self, failure: Failure, bucket: Bucket | None, *context: object) -> Bucket:
         """Return the bucket if all ranks have an equal one; raise on all of them otherwise."""
