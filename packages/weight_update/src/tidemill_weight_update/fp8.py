@@ -22,10 +22,9 @@ from tidemill_weight_update.tensors import (
     Item,
     LocalShard,
     ShardLike,
-    box_of_dtensor,
-    box_of_shard,
     is_dtensor,
     local_values,
+    place_of,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class BlockFp8:
                 axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
                 cut.setdefault((tensor.device_mesh, *axes), []).append((name, tensor))
             else:
-                self._add_whole(name, tensor)
+                self._add(self._whole, name, tensor)
         self._cut = [(*self._add_cut(tensors), mesh, axes) for (mesh, *axes), tensors in cut.items()]
 
     def quantize(self) -> list[tuple[str, Any]]:
@@ -117,63 +116,53 @@ class BlockFp8:
             matrices.run("quantize with given scales")
         return self._items
 
-    def _add_whole(self, name: str, tensor: Tensor | ShardLike) -> None:
-        """Add a part that consists of whole blocks."""
-        shape = _global_shape(tensor)
-        replica, num_replicas = 0, 1
-        box: Box | None = Box.whole(shape)
-        if not isinstance(tensor, Tensor):
-            box, replica, num_replicas = box_of_shard(name, tensor), tensor.replica, tensor.num_replicas
-            edges = zip(box.start, box.shape, shape, strict=True)
-            if any(at % BLOCK or ((at + count) % BLOCK and at + count != size) for at, count, size in edges):
-                raise ValueError(
-                    f"the LocalShard of tensor {name!r} {shape} starts or ends inside a block of {BLOCK} x {BLOCK}: "
-                    f"it has shape {box.shape} and starts at {box.start}; pass parts of whole blocks, or a DTensor"
-                )
-        elif is_dtensor(tensor):
-            placed = box_of_dtensor(name, tensor)
-            box, (replica, num_replicas) = (None, (0, 1)) if placed is None else placed
-        if box is None or box.numel == 0:
-            return
-        values = local_values(tensor)
-        scales = values.new_empty(tuple(map(_blocks, box.shape)), dtype=torch.float32)
-        result = torch.empty(box.shape, dtype=FP8, device=values.device)
-        self._whole.add(_Matrix(tensor, (0, 0), result, scales))
-        if isinstance(tensor, Tensor) and not is_dtensor(tensor):
-            self._items += [(name, result), (_scale_name(name), scales)]
-            return
-        first = tuple(at // BLOCK for at in box.start)
-        for part_name, part, whole, start in (
-            (name, result, shape, box.start),
-            (_scale_name(name), scales, tuple(map(_blocks, shape)), first),
-        ):
-            self._items.append((part_name, _shard(part, whole, start, replica, num_replicas)))
-
     def _add_cut(self, tensors: Sequence[tuple[str, "DTensor"]]) -> tuple["_Matrices", Tensor]:
         """Add DTensors that are cut inside blocks; return them and the memory of the scales of all their blocks."""
         matrices = _Matrices()
         grids = [tuple(map(_blocks, tensor.shape)) for _, tensor in tensors]
-        ends = [0]
-        for grid in grids:
-            ends.append(ends[-1] + math.prod(grid))
-        memory = torch.zeros(ends[-1], dtype=torch.float32, device=local_values(tensors[0][1]).device)
-        for (name, tensor), grid, start, end in zip(tensors, grids, ends[:-1], ends[1:], strict=True):
-            placed = box_of_dtensor(name, tensor)
-            if placed is None or placed[0].numel == 0:
-                continue
-            box, (replica, num_replicas) = placed
-            scales = memory[start:end].view(grid)
-            (row, col), (rows, cols) = box.start, box.shape
-            touched = scales[row // BLOCK : _blocks(row + rows), col // BLOCK : _blocks(col + cols)]
-            result = torch.empty(box.shape, dtype=FP8, device=memory.device)
-            matrices.add(_Matrix(tensor, (row % BLOCK, col % BLOCK), result, touched))
-            self._items.append((name, _shard(result, tuple(tensor.shape), box.start, replica, num_replicas)))
-            # A block belongs to the rank that has its first element.
-            own = scales[_blocks(row) : _blocks(row + rows), _blocks(col) : _blocks(col + cols)]
-            if own.numel():
-                at = (_blocks(row), _blocks(col))
-                self._items.append((_scale_name(name), _shard(own, grid, at, replica, num_replicas)))
+        memory = torch.zeros(sum(map(math.prod, grids)), device=local_values(tensors[0][1]).device)
+        scales = memory.split([math.prod(grid) for grid in grids])
+        for (name, tensor), grid, each in zip(tensors, grids, scales, strict=True):
+            self._add(matrices, name, tensor, each.view(grid))
         return matrices, memory
+
+    def _add(self, matrices: "_Matrices", name: str, tensor: Tensor | ShardLike, scales: Tensor | None = None) -> None:
+        """Add this rank's part of a matrix.
+
+        Args:
+            scales: those of all blocks of the matrix; None if the part consists of whole blocks.
+        """
+        place = place_of(name, tensor)
+        if place is None or place[0].numel == 0:
+            return
+        box, replica = place
+        shape, device = _global_shape(tensor), local_values(tensor).device
+        (row, col), (rows, cols) = box.start, box.shape
+        first, end = (row // BLOCK, col // BLOCK), (_blocks(row + rows), _blocks(col + cols))
+        if scales is None:
+            _check_edges(name, shape, box)
+            touched = torch.empty((end[0] - first[0], end[1] - first[1]), dtype=torch.float32, device=device)
+        else:
+            touched = scales[first[0] : end[0], first[1] : end[1]]
+        result = torch.empty(box.shape, dtype=FP8, device=device)
+        matrices.add(_Matrix(tensor, (row % BLOCK, col % BLOCK), result, touched))
+        if isinstance(tensor, Tensor) and not is_dtensor(tensor):
+            self._items += [(name, result), (_scale_name(name), touched)]
+            return
+        self._items.append((name, _shard(result, shape, box.start, replica)))
+        at = _blocks(row), _blocks(col)  # a block belongs to the rank that has its first element
+        own = touched[at[0] - first[0] :, at[1] - first[1] :]
+        if own.numel():
+            self._items.append((_scale_name(name), _shard(own, tuple(map(_blocks, shape)), at, replica)))
+
+
+def _check_edges(name: str, shape: tuple[int, ...], box: Box) -> None:
+    edges = zip(box.start, box.shape, shape, strict=True)
+    if any(at % BLOCK or ((at + count) % BLOCK and at + count != size) for at, count, size in edges):
+        raise ValueError(
+            f"the LocalShard of tensor {name!r} {shape} starts or ends inside a block of {BLOCK} x {BLOCK}: "
+            f"it has shape {box.shape} and starts at {box.start}; pass parts of whole blocks, or a DTensor"
+        )
 
 
 class _Matrices:
@@ -249,10 +238,8 @@ def _splits_at_blocks(tensor: "DTensor") -> bool:
     return all(size % (BLOCK * count) == 0 for size, count in zip(tensor.shape, parts, strict=True) if count > 1)
 
 
-def _shard(
-    tensor: Tensor, shape: tuple[int, ...], start: tuple[int, ...], replica: int, num_replicas: int
-) -> LocalShard:
-    return LocalShard(tensor=tensor, global_shape=shape, start=start, replica=replica, num_replicas=num_replicas)
+def _shard(tensor: Tensor, shape: tuple[int, ...], start: tuple[int, ...], replica: tuple[int, int]) -> LocalShard:
+    return LocalShard(tensor=tensor, global_shape=shape, start=start, replica=replica[0], num_replicas=replica[1])
 
 
 def _scale_name(name: str) -> str:

@@ -170,29 +170,34 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
     Args:
         dtype: see `sent_dtype`.
     """
+    place = place_of(name, tensor)
+    if place is None:
+        return None
+    box, (index, count) = place
+    local = tensor
     if not isinstance(tensor, Tensor):
-        box = box_of_shard(name, tensor)
-        return _piece(name, tensor.tensor, tensor.global_shape, box, dtype, (tensor.replica, tensor.num_replicas))
-    if is_dtensor(tensor):
-        placed = box_of_dtensor(name, tensor)
-        return (
-            None
-            if placed is None
-            else _piece(name, tensor.to_local(), tuple(tensor.shape), placed[0], dtype, placed[1])
-        )
-    return _piece(name, tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), dtype, (group_rank, 1))
-
-
-def _piece(
-    name: str, local: Tensor, shape: tuple[int, ...], box: Box, dtype: torch.dtype | None, replica: tuple[int, int]
-) -> Piece | None:
+        local = tensor.tensor
+    elif is_dtensor(tensor):
+        local = tensor.to_local()
+    else:
+        index = group_rank
+    assert isinstance(local, Tensor)
     check_dense(name, local)
-    index, count = replica
     if index != zlib.crc32(name.encode()) % count or box.numel == 0:
         return None
     local = dense_values(name, local)
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.global_shape
     spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
     return Piece(spec=spec, box=box, local=local.detach(), device=local.device)
+
+
+def place_of(name: str, tensor: Tensor | ShardLike) -> tuple[Box, tuple[int, int]] | None:
+    """Return the indices that this rank's part of a tensor covers, and index and number of its equal copies; None if
+    this rank holds no part.
+    """
+    if not isinstance(tensor, Tensor):
+        return box_of_shard(name, tensor), (tensor.replica, tensor.num_replicas)
+    return box_of_dtensor(name, tensor) if is_dtensor(tensor) else (Box.whole(tuple(tensor.shape)), (0, 1))
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -263,9 +268,7 @@ def is_dtensor(tensor: Tensor) -> "TypeIs[DTensor]":
 
 
 def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] | None:
-    """Return the indices that this rank's part of a DTensor covers, and index and number of its
-    equal copies; None if this rank holds no part.
-    """
+    """See `place_of`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.copy.checksum import checksum_rows, has_non_finite
-from tidemill_weight_update.copy.table import CopyTable
+from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 
 if TYPE_CHECKING:
     from tidemill_weight_update.copy.cuda import CudaCopier
@@ -90,10 +90,8 @@ class HostCopier:
     """Copies between blocks of host memory.
 
     Args:
-        tables: copies to run; see `CopyTable`.
-        memories: tensors that the tables' `memory` columns index; offsets count elements of the table's `src_dtype`
-            from the first byte of a memory, whatever its own dtype and shape.
-        targets: tensors that the tables' `target` columns index; offsets count elements of `dst_dtype`.
+        memories, targets: blocks of any dtype and shape. The offsets in `tables` count elements of the tables' dtypes
+            from the first byte of a block.
     """
 
     def __init__(
@@ -126,25 +124,12 @@ def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tenso
     # Only memories of this table: those of tables with other dtypes may not be aligned to this dtype.
     sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
     places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist())}
-    columns = (
-        table.tensor,
-        table.rows,
-        table.cols,
-        table.memory,
-        table.src,
-        table.src_pitch,
-        table.target,
-        table.dst,
-        table.dst_pitch,
-        table.pos,
-        table.pos_pitch,
-    )
     views = []
-    for row in zip(*(column.tolist() for column in columns), strict=True):
-        tensor, rows, cols, memory, src, src_pitch, target, dst, dst_pitch, pos, pos_pitch = row
+    for row in zip(*(getattr(table, name).tolist() for name in COLUMNS), strict=True):
+        tensor, memory, src, src_pitch, target, dst, dst_pitch, rows, cols, pos, pos_pitch = row
         source = _strided(sources[memory], rows, cols, src, src_pitch, f"memory {memory}")
         place = _strided(places[target], rows, cols, dst, dst_pitch, f"target {target}")
-        views.append(_Rows(tensor=tensor, source=source, target=place, pos=pos, pos_pitch=pos_pitch))
+        views.append(_Rows(tensor, source, place, pos, pos_pitch))
     return views
 
 
