@@ -200,17 +200,29 @@ def _key(memory: Memory) -> _Key:
 
 
 def _map_file(memory: HostMemory) -> Tensor:
-    try:
-        found = os.stat(memory.path)
-    except OSError as error:
-        raise RuntimeError(
-            f"cannot open the trainer's memory {memory.path} ({error.strerror}); is the trainer still running?"
-        ) from error
-    if (found.st_ino, found.st_size) != (memory.inode, memory.num_bytes):
-        raise RuntimeError(
-            f"the trainer's memory {memory.path} is closed (its file descriptor was reused): the WeightUpdater was "
-            f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
-            f"link=GroupLink(...)"
-        )
+    os.close(open_file(memory.path, memory.inode, os.O_RDONLY))
     # A private mapping neither writes to nor grows the file; unwritten pages are shared with the trainer.
     return torch.from_file(memory.path, False, memory.num_bytes, dtype=torch.uint8)
+
+
+def open_file(path: str, inode: int, flags: int) -> int:
+    """Return a new descriptor of a memfd of the trainer.
+
+    Raises:
+        RuntimeError: `path` does not exist, or is another file by now.
+    """
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot open the trainer's memory {path} ({error.strerror}): engine and trainer must run on one "
+            f"machine, in one PID namespace and as one user, and the trainer must be alive; for engines on other "
+            f"machines pass link=GroupLink(...) to WeightUpdater"
+        ) from error
+    if os.fstat(fd).st_ino != inode:
+        os.close(fd)
+        raise RuntimeError(
+            f"the trainer's memory {path} is closed (its file descriptor was reused): the WeightUpdater was closed, or "
+            f"trainer and engine are in different PID namespaces; call update() again, or use link=GroupLink(...)"
+        )
+    return fd

@@ -101,12 +101,12 @@ def test_refused_request_is_an_error_and_leaves_the_engine_unpaused(model, caplo
 
 
 def test_loader_does_not_raise_if_the_trainer_has_exited(model, caplog):
-    load(model, request_to_json(request(mailboxes=("/proc/self/fd/999",), first_receiver=0, num_receivers=1)))
+    load(model, request_to_json(request(mailboxes=("/proc/self/fd/999#1",), first_receiver=0, num_receivers=1)))
     assert "cannot open the trainer's memory /proc/self/fd/999" in caplog.text
 
 
 def test_exited_trainer_rank_is_reported_to_the_other_ranks(mailbox, model):
-    paths = (mailbox.path, "/proc/self/fd/999")
+    paths = (mailbox.path, "/proc/self/fd/999#1")
     load(model, request_to_json(request(sequence=3, mailboxes=paths, first_receiver=0, num_receivers=1)))
     assert 0 < mailbox.state(3, 0) != LOADED
     assert "cannot open the trainer's memory /proc/self/fd/999" in mailbox.reply(0)["error"]

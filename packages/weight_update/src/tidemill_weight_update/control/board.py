@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill_weight_update.memory import open_file
+
 WORDS = 8
 """Words of a record: one cache line."""
 MAX_RECEIVERS = 256
@@ -108,22 +110,7 @@ class SharedBoard:
     def open(cls, path: str) -> "SharedBoard":
         """Open the board of another process."""
         file, _, inode = path.partition("#")
-        try:
-            fd = os.open(file, os.O_RDWR)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot open the trainer's memory {file} ({error.strerror}): engine and trainer must run on one "
-                f"machine, in one PID namespace and as one user, and the trainer must be alive; for engines on other "
-                f"machines pass link=GroupLink(...) to WeightUpdater"
-            ) from error
-        if str(os.fstat(fd).st_ino) != inode:
-            os.close(fd)
-            raise RuntimeError(
-                f"the trainer's memory {file} is closed (its file descriptor was reused): the WeightUpdater was "
-                f"closed, or trainer and engine are in different PID namespaces; call update() again, or use "
-                f"link=GroupLink(...)"
-            )
-        return cls(fd, path)
+        return cls(open_file(file, int(inode), os.O_RDWR), path)
 
     @property
     def identity(self) -> tuple[int, int]:
