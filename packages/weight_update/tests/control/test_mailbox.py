@@ -72,7 +72,7 @@ def test_update_is_announced_bucket_by_bucket(sides):
     trainer.begin(5)
     assert engine.declared(5) is None
     trainer.declare(b"the buckets")
-    trainer.announce(5)
+    trainer.publish(5, 0)
     assert engine.declared(5) == 1
     assert engine.read_declaration() == b"the buckets"
     for count in range(3):
@@ -88,7 +88,7 @@ def test_declaration_is_valid_until_the_next_one(sides):
         trainer.begin(sequence)
         if text is not None:
             trainer.declare(text)
-        trainer.announce(sequence)
+        trainer.publish(sequence, 0)
         assert engine.declared(sequence) == number
         assert engine.read_declaration() == (b"first one", b"second")[number - 1]
 
@@ -96,7 +96,7 @@ def test_declaration_is_valid_until_the_next_one(sides):
 def test_state_of_another_update_is_ignored(sides):
     trainer, (engine, _) = sides.trainer, sides.engines
     trainer.begin(1)
-    trainer.announce(1)
+    trainer.publish(1, 0)
     trainer.publish(1, 1)
     trainer.exclude(1, 0)
     engine.report(1, 0, LOADED, {})
@@ -118,7 +118,7 @@ def test_state_of_another_update_is_ignored(sides):
 def test_failed_trainer_raises_on_engine_ranks(sides, num_buckets):
     sides.trainer.begin(1)
     if num_buckets is not None:
-        sides.trainer.announce(1)
+        sides.trainer.publish(1, 0)
         sides.trainer.finish(1, num_buckets)
         assert sides.engines[0].published(1) == (num_buckets, True)
     sides.trainer.fail(1)
@@ -132,7 +132,7 @@ def test_declaration_of_10_mib_arrives(sides):
     text = os.urandom(10 << 20)
     sides.trainer.begin(1)
     sides.trainer.declare(text)
-    sides.trainer.announce(1)
+    sides.trainer.publish(1, 0)
     while sides.engines[0].declared(1) is None:  # a store does not confirm what is written
         time.sleep(0.01)
     assert sides.engines[0].read_declaration() == text

@@ -5,10 +5,9 @@ lower half. What belongs to another update is not seen.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +24,6 @@ from tidemill_weight_update.control.board import (
     own_process,
 )
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.memory import Memory
-
-if TYPE_CHECKING:
-    from tidemill_weight_update.plan.plan import CopyPlan
 
 Text = tuple[int, int]
 """Number and length of a text on a board."""
@@ -105,37 +100,14 @@ def _reply_to_json(reply: dict[str, Any]) -> bytes:
     return text
 
 
-class RemoteInput(Protocol):
-    """How an engine rank receives what is in memory that it cannot map."""
-
-    def pack(self, bucket: int, descriptor: BucketDescriptor, plan: "CopyPlan") -> BucketDescriptor:
-        """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
-        ...
-
-    def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
-        """Receive the bytes that the descriptor from `pack` describes: uint8 in memory of this process, valid until the
-        next call.
-
-        Args:
-            memory: where the trainer keeps the bucket.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class Mailbox:
-    """One process's view of the mailbox of a trainer rank. Engine ranks report in that of trainer rank 0.
+    """One process's view of the mailbox of a trainer rank. Engine ranks report in that of trainer rank 0."""
 
-    Args:
-        remote_input: on an engine rank, how it receives memory that it cannot map; None if it maps the trainer's
-            memory.
-    """
+    _reader_state = ReaderState.MAPS
 
-    def __init__(self, board: Board, remote_input: RemoteInput | None = None) -> None:
+    def __init__(self, board: Board) -> None:
         self.board = board
         self.path = board.path
-        self.remote_input = remote_input
         self._declared: Text = (0, 0)
 
     @classmethod
@@ -148,8 +120,6 @@ class Mailbox:
         return self.board.is_current()
 
     def close(self) -> None:
-        if self.remote_input is not None:
-            self.remote_input.close()
         self.board.close()
 
     # The trainer rank writes.
@@ -159,7 +129,7 @@ class Mailbox:
         self._put_trainer(sequence, TrainerState.BEGUN)
 
     def declare(self, text: bytes) -> None:
-        """Write the descriptors of all buckets, before `announce`; they stay valid until the next call."""
+        """Write the descriptors of all buckets, before `publish`; they stay valid until the next call."""
         self.board.write("declaration", 0, text)
         self._declared = self._declared[0] + 1, len(text)
 
@@ -167,12 +137,8 @@ class Mailbox:
         """Write the checksums of a bucket, before it is published."""
         self.board.write("checksums", first, checksums)
 
-    def announce(self, sequence: int) -> None:
-        """Open the update of the declared buckets."""
-        self._put_trainer(sequence, TrainerState.OPEN)
-
     def publish(self, sequence: int, num_buckets: int) -> None:
-        """Announce that the first `num_buckets` buckets are filled."""
+        """Announce that the first `num_buckets` buckets are filled; with 0, that the declaration is valid."""
         self._put_trainer(sequence, TrainerState.OPEN, num_buckets)
 
     def finish(self, sequence: int, num_buckets: int) -> None:
@@ -200,8 +166,7 @@ class Mailbox:
     def acknowledge(self, sequence: int, receiver: int, num_buckets: int) -> None:
         """Report that `receiver` no longer needs the first `num_buckets` buckets."""
         if self.is_at(sequence):  # in a later update another engine may have this row
-            state = ReaderState.MAPS if self.remote_input is None else ReaderState.NONE
-            self.board.put("reader", receiver, _stamp(sequence, num_buckets), state)
+            self.board.put("reader", receiver, _stamp(sequence, num_buckets), self._reader_state)
 
     def wait_for(self, sequence: int, receiver: int, bucket: int, wire: int, parts: Text) -> None:
         """Report that `receiver` waits for these parts of a bucket and needs no earlier one."""

@@ -1,6 +1,7 @@
 """What an engine rank keeps between updates: the trainer's declaration, the plan, and copies built from both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from tidemill_weight_update.cuda_memory import DeviceMemory
 from tidemill_weight_update.memory import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan, Fill, StoredPlans
 from tidemill_weight_update.plan.record import record
+from tidemill_weight_update.remote.engine_link import RemoteMailbox
 from tidemill_weight_update.tensors import Box, SourceSpec, are_disjoint, contiguous_strides
 
 
@@ -102,7 +104,9 @@ class BucketCopies:
         shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
         self._tables = build_tables(copies, descriptor.sources, shards, self._targets)
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
-        self.counts = _counts(self._tables, len(descriptor.sources))
+        self.counts = np.zeros(len(descriptor.sources), np.int64)
+        for table in self._tables:
+            np.add.at(self.counts, table.tensor, table.rows * table.cols)
         self.sums = TensorSums(len(descriptor.sources), device, finds_non_finite=False)
         self._memories = [mapped.block(memory) for memory in descriptor.memories]
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
@@ -135,13 +139,6 @@ def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> list[Co
     gpus = {uuid: number for number, uuid in enumerate(uuids)}
     origin = np.array([gpus[uuid] for uuid in uuids], np.int64)
     return [interleave(table, origin) for table in tables]
-
-
-def _counts(tables: Sequence[CopyTable], num_sources: int) -> np.ndarray:
-    counts = np.zeros(num_sources, np.int64)
-    for table in tables:
-        np.add.at(counts, table.tensor, table.rows * table.cols)
-    return counts
 
 
 def write_fills(parameters: Mapping[str, Tensor], fills: Iterable[Fill]) -> None:
@@ -178,8 +175,8 @@ class Copies:
         self.in_arena: list[dict[int, BucketCopies]] = []
         for box, descriptors in zip(boxes, manifest.declared, strict=True):
             arena = {number: each for number, each in enumerate(descriptors) if not each.is_in_place}
-            if box.remote_input is not None:
-                arena = {number: box.remote_input.pack(number, each, plan) for number, each in arena.items()}
+            if isinstance(box, RemoteMailbox):
+                arena = {number: box.pack(number, each, plan) for number, each in arena.items()}
             self.in_arena.append({number: build(each) for number, each in arena.items()})
         self.all = [copies for of_rank in self.in_arena for copies in of_rank.values()]
         self.all += [] if self.in_place is None else [self.in_place]
@@ -250,7 +247,7 @@ class PlanCache:
                 memory
                 for box, descriptors in zip(boxes, manifest.declared, strict=True)
                 for descriptor in descriptors
-                if box.remote_input is None or descriptor.is_in_place
+                if descriptor.is_in_place or not isinstance(box, RemoteMailbox)
                 for memory in descriptor.memories
             )
             self._manifest, self._declared = manifest, declared
@@ -259,17 +256,14 @@ class PlanCache:
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
         """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed."""
         if self._copies is None:
-            wanted = {source.name: source for source in manifest.sources}
+            sources = manifest.sources
+            wanted = {source.name: source for source in sources}
             if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
-                self._plan, self._planned = self._plan_of(manifest.sources), wanted
+                new = partial(record, self.model, sources)
+                self._plan, self._planned = new() if self._stored is None else self._stored.get(sources, new), wanted
             _check_dtypes(self._plan, wanted)
             self._copies = Copies(manifest, boxes, self._plan, self.model, self._memories)
         return self._copies
-
-    def _plan_of(self, sources: Sequence[SourceSpec]) -> CopyPlan:
-        if self._stored is None:
-            return record(self.model, sources)
-        return self._stored.get(sources, lambda: record(self.model, sources))
 
     def follow_model(self) -> None:
         """Discard the plan if the parameters have moved since the last update."""

@@ -14,6 +14,7 @@ from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import ATTACHED, CHECKED, COPIED, IDLE, LOADED, MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.receive.plan_cache import Copies, Manifest, PlanCache, first_few, write_fills
+from tidemill_weight_update.remote.engine_link import RemoteMailbox
 from tidemill_weight_update.stats import Stages
 
 MAX_NAMES = 200
@@ -267,10 +268,10 @@ class UpdateSession:
     def _receive(self, index: int, bucket: int, copies: Copies) -> Tensor | None:
         """Return the bytes of a bucket in memory that this process cannot map; None if it can."""
         box = self._boxes[index]
-        if box.remote_input is None:
+        if not isinstance(box, RemoteMailbox):
             return None
         (memory,) = copies.manifest.declared[index][bucket].memories
-        return box.remote_input.receive(self._request.sequence, self.peers.row, bucket, memory, self.peers.check)
+        return box.receive(self._request.sequence, self.peers.row, bucket, memory, self.peers.check)
 
     def _load_staged(self, copies: Copies) -> None:
         if self._staging:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidemill_weight_update.control.board import can_map
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.control.mailbox import Mailbox, Text
+from tidemill_weight_update.control.mailbox import Mailbox, ReaderState, Text
 from tidemill_weight_update.memory import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
@@ -29,16 +29,18 @@ class EngineLink:
     def mailbox(self, path: str, rank: int) -> Mailbox:
         """Return the mailbox of trainer rank `rank`, whose path is `path`."""
         board = StoreBoard(self.store, path, rank)
-        view = Mailbox(board)
-        return view if can_map(*view.owner) else Mailbox(board, StoreInput(self, view, rank))
+        box = Mailbox(board)
+        return box if can_map(*box.owner) else RemoteMailbox(board, self, rank)
 
 
-class StoreInput:
-    """Receives what trainer rank `rank` sends to this engine rank; see `RemoteInput`."""
+class RemoteMailbox(Mailbox):
+    """The mailbox of trainer rank `rank`, whose memory this process cannot map: it receives the buckets."""
 
-    def __init__(self, link: EngineLink, mailbox: Mailbox, rank: int) -> None:
+    _reader_state = ReaderState.NONE
+
+    def __init__(self, board: StoreBoard, link: EngineLink, rank: int) -> None:
+        super().__init__(board)
         self._link = link
-        self._mailbox = mailbox
         self._rank = rank
         self._written: set[int] = set()
         self._wire: Wire | None = None
@@ -46,21 +48,31 @@ class StoreInput:
         self._packed: dict[int, tuple[Text, int]] = {}
 
     def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
+        """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
         parts = parts_of(descriptor, plan)
         packed, num_bytes = pack_descriptor(descriptor, parts)
         self._packed[bucket] = self._write(parts_to_json(parts)), num_bytes
         return packed
 
     def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
+        """Receive the bytes that the descriptor from `pack` describes: uint8.
+
+        Args:
+            memory: where the trainer keeps the bucket.
+        """
         device = self._device_for(memory)
         parts, num_bytes = self._packed[bucket]
-        self._mailbox.wait_for(sequence, receiver, bucket, self._wire_number, parts)
+        self.wait_for(sequence, receiver, bucket, self._wire_number, parts)
         data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if num_bytes:
             self._receive_into(data, receiver, check)
         return data
 
     def close(self) -> None:
+        self._close_wire()
+        super().close()
+
+    def _close_wire(self) -> None:
         """Close the wire. The update fails if it still needs it, and the trainer opens a new link."""
         if self._wire is not None:
             self._wire.close()
@@ -78,7 +90,7 @@ class StoreInput:
         """Write a list of parts to the board, under its hash; return hash and length."""
         number = int.from_bytes(hashlib.blake2b(parts, digest_size=7).digest())
         if number not in self._written:
-            self._mailbox.board.write("parts", number, parts)
+            self.board.write("parts", number, parts)
             self._written.add(number)
         return number, len(parts)
 
@@ -93,8 +105,8 @@ class StoreInput:
             self._wire.recv(data)
             self._wire.wait(link.timeout_s, check)
         except WireError as error:
-            self.close()
+            self._close_wire()
             raise RuntimeError(f"the link to trainer rank {self._rank} {error}") from error
         except BaseException:
-            self.close()  # a transfer may still be running on it
+            self._close_wire()  # a transfer may still be running on it
             raise

@@ -146,7 +146,7 @@ class NcclWire:
         except (NcclError, DistError) as error:
             raise WireError(f"could not be connected ({error})") from error
         try:
-            self._until(self._communicator.is_settled, timeout_s, _nothing)
+            self._until(self._communicator.is_settled, timeout_s, lambda: None)
         except WireError:
             self.close()
             raise
@@ -182,7 +182,3 @@ class NcclWire:
                 wait.pause()
         except (NcclError, TimeoutError) as error:
             raise WireError(f"broke ({error})") from error
-
-
-def _nothing() -> None:
-    pass

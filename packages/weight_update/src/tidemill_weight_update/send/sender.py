@@ -109,30 +109,19 @@ def in_place(pieces: Sequence[Piece], memories: Sequence[DeviceMemory], memory_o
 
 
 def split(piece: Piece, max_bytes: int) -> list[Piece]:
-    """Split `piece` along its first dims into parts of at most `max_bytes`."""
-    row_bytes = piece.spec.dtype.itemsize
-    parts = [piece]
-    if piece.box.numel * row_bytes <= max_bytes:
-        return parts
-    for dim in range(len(piece.box.shape)):
-        inner = row_bytes
-        for size in piece.box.shape[dim + 1 :]:
-            inner *= size
-        step = max(1, max_bytes // inner)
-        parts = [part for whole in parts for part in _cut(whole, dim, step)]
-        if inner <= max_bytes:
-            break
-    return parts
-
-
-def _cut(piece: Piece, dim: int, step: int) -> list[Piece]:
+    """Split `piece` along its first dims into parts of at most `max_bytes`, or of single elements."""
+    start, shape = piece.box.start, piece.box.shape
+    num_bytes = piece.box.numel * piece.spec.dtype.itemsize
+    if num_bytes <= max_bytes or piece.box.numel == 1:
+        return [piece]
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    step = max(1, shape[dim] * max_bytes // num_bytes)
     parts = []
-    for start in range(0, piece.box.shape[dim], step):
-        size = min(step, piece.box.shape[dim] - start)
-        first = (*piece.box.start[:dim], piece.box.start[dim] + start, *piece.box.start[dim + 1 :])
-        shape = (*piece.box.shape[:dim], size, *piece.box.shape[dim + 1 :])
-        local = piece.local.narrow(dim, start, size)
-        parts.append(Piece(spec=piece.spec, box=Box(first, shape), local=local, device=piece.device))
+    for at in range(0, shape[dim], step):
+        size = min(step, shape[dim] - at)
+        box = Box((*start[:dim], start[dim] + at, *start[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :]))
+        local = piece.local.narrow(dim, at, size)
+        parts += split(Piece(spec=piece.spec, box=box, local=local, device=piece.device), max_bytes)
     return parts
 
 
@@ -241,13 +230,12 @@ class Sender:
         were read.
 
         `started` is called as soon as a GPU is busy with the first bucket, so that its work overlaps with the copy.
-        `finishing` is called once, while engines copy the last buckets, with the longest time it may take: no engine
-        can finish before it returns.
+        `finishing` is called once, while engines copy the last buckets; no engine can finish before it returns.
 
         Returns:
             Numbers of buckets, of tensors with a part in them, and of bytes.
         """
-        self.mailbox.announce(sequence)
+        self.mailbox.publish(sequence, 0)
         bucket = num_bytes = 0
         for prepared, values in buckets:
             with stages("load"):
