@@ -104,11 +104,6 @@ _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weigh
 """
 
 
-def is_of_adapter(name: str) -> bool:
-    """Return whether a tensor of a PEFT model belongs to an adapter instead of the base model."""
-    return ".lora_" in name
-
-
 def base_name(name: str) -> str:
     """Return the tensor's name in the model without PEFT."""
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
@@ -179,35 +174,28 @@ def merge_lora(
         config: settings of the adapter.
 
     Raises:
-        ValueError: `adapter` does not match `config` (see `pairs_of`), or `base` is a collection and lacks a layer of
-            the adapter. During iteration: a layer has another shape than the adapter, or is missing.
+        ValueError: `adapter` does not match `config` (see `pairs_of`). During iteration: a layer has another shape than
+            the adapter, or is missing.
         TypeError: an item of `adapter` has a wrong type (see `pairs_of`). During iteration: a layer is a LocalShard.
     """
-    pairs = pairs_of(adapter, config)
-    if not isinstance(base, Iterator):
-        _check_met(pairs, {base_name(name) for name, _ in base})
-    return _merged(base, pairs, config.scale)
+    return _merged(base, pairs_of(adapter, config), config.scale)
 
 
-def _check_met(pairs: dict[str, Pair], names: set[str]) -> None:
+def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Tensor]]:
+    names: set[str] = set()
+    for name, tensor in base:
+        if ".lora_" in name:  # of an adapter
+            continue
+        name = base_name(name)
+        names.add(name)
+        pair = pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        yield name, tensor if pair is None else _sum(name, tensor, pair, scale)
     lost = [module for module in pairs if f"{module}.weight" not in names]
     if lost:
         raise ValueError(
             f"the adapter changes layers that the model does not have: {', '.join(map(repr, lost[:5]))}; pass the base "
             f"model of this adapter"
         )
-
-
-def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Tensor]]:
-    names: set[str] = set()
-    for name, tensor in base:
-        if is_of_adapter(name):
-            continue
-        name = base_name(name)
-        names.add(name)
-        pair = pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        yield name, tensor if pair is None else _sum(name, tensor, pair, scale)
-    _check_met(pairs, names)
 
 
 @torch.no_grad()

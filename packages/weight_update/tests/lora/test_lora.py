@@ -148,9 +148,11 @@ def test_adapter_that_does_not_match_its_config_is_refused_by_name(change):
 def test_adapter_of_another_model_is_refused():
     lacking = {name: tensor for name, tensor in base().items() if "layers.1" not in name}
     with pytest.raises(ValueError, match=r"layers that the model does not have: 'layers.1.q_proj'"):
-        merge_lora(lacking.items(), adapter(1), CONFIG)
+        list(merge_lora(lacking.items(), adapter(1), CONFIG))
+    engine = AdapterEngine()
     with pytest.raises(ValueError, match=r"layers that the model does not have: 'layers.1.q_proj'"):
-        list(merge_lora(iter(lacking.items()), adapter(1), CONFIG))
+        WeightUpdater([engine]).update(lambda: merge_lora(lacking.items(), adapter(1), CONFIG), 1)
+    assert (engine.calls, engine.version) == ([], "first")
     with pytest.raises(ValueError, match=r"expects 'layers.0.q_proj.weight' with shape \(8, 8\), got \(8, 7\)"):
         list(merge_lora((base() | {"layers.0.q_proj.weight": torch.zeros(8, 7)}).items(), adapter(1), CONFIG))
 
