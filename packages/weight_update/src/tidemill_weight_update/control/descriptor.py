@@ -10,7 +10,7 @@ import torch
 from tidemill_weight_update.copy.table import Shard
 from tidemill_weight_update.cuda_memory import DeviceMemory
 from tidemill_weight_update.memory import HostMemory, Memory
-from tidemill_weight_update.tensors import Box, SourceSpec, contiguous_strides
+from tidemill_weight_update.tensors import Box, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ def declaration_from_json(text: bytes) -> list[BucketDescriptor]:
 
 def _descriptor_to_dict(descriptor: BucketDescriptor) -> dict[str, Any]:
     shards = [
-        [[s.box.start, s.box.shape, s.memory, s.offset, _strides_to_json(s)] for s in shards]
-        for shards in descriptor.shards
+        [[s.box.start, s.box.shape, s.memory, s.offset, s.strides] for s in shards] for shards in descriptor.shards
     ]
     return {
         "sources": [[s.name, s.shape, str(s.dtype).removeprefix("torch.")] for s in descriptor.sources],
@@ -79,18 +78,8 @@ def _descriptor_from_dict(fields: dict[str, Any]) -> BucketDescriptor:
     )
 
 
-def _strides_to_json(shard: Shard) -> tuple[int, ...] | None:
-    return None if shard.strides == contiguous_strides(shard.box.shape) else shard.strides
-
-
-def _shard_from_json(start: list[int], shape: list[int], memory: int, offset: int, strides: list[int] | None) -> Shard:
-    box = Box(tuple(start), tuple(shape))
-    return Shard(
-        box=box,
-        memory=memory,
-        offset=offset,
-        strides=contiguous_strides(box.shape) if strides is None else tuple(strides),
-    )
+def _shard_from_json(start: list[int], shape: list[int], memory: int, offset: int, strides: list[int]) -> Shard:
+    return Shard(Box(tuple(start), tuple(shape)), memory, offset, tuple(strides))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

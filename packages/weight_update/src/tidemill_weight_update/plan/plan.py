@@ -157,7 +157,8 @@ def _plain(value: object) -> object:
 def _to_json(plan: CopyPlan) -> dict[str, Any]:
     return {
         "copies": [
-            (c.name, c.box.start, c.box.shape, c.parameter, c.offset, c.strides, _name(c.dtype)) for c in plan.copies
+            (c.name, c.box.start, c.box.shape, c.parameter, c.offset, c.strides, str(c.dtype).removeprefix("torch."))
+            for c in plan.copies
         ],
         "fills": [astuple(fill) for fill in plan.fills],
         "through_loader": plan.through_loader,
@@ -184,7 +185,3 @@ def _from_json(data: dict[str, Any]) -> CopyPlan:
         uncovered=data["uncovered"],
         overwritten=data["overwritten"],
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,10 +26,8 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     together.
 
     The tensors passed to `load_weights` are on the meta device: SGLang loads CPU tensors in other threads, but not
-    these. A copy in another thread is an error, because there is no data to copy; constants that
-    another thread writes to a parameter are written for real. Values that loading computes from parameters, such as
-    MLA's absorbed matrices, keep their values, because the parameters have not changed; they are recomputed after an
-    update (`finish` of `Receiver`).
+    these. A copy in another thread is an error, because there is no data to copy; constants that another thread writes
+    to a parameter are written for real.
 
     Raises:
         RuntimeError: `load_weights` failed, did something that cannot be traced without data, or replaced the memory of
@@ -38,14 +36,25 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
     parameters = dict(model.named_parameters())
     data = {name: parameter.data for name, parameter in parameters.items()}
     tracer = Tracer(data)
-    progress = _Progress(sources, tracer)
+    tensors = [tracer.source(spec) for spec in sources]  # here, where no operation is watched
+    where = "before it requested a source"
+
+    def named_tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal where
+        for spec, tensor in zip(sources, tensors, strict=True):
+            tracer.current = spec.name
+            where = f"at source {spec.name!r} {spec.shape} {spec.dtype}"
+            yield spec.name, tensor
+        tracer.current = None
+        where = f"after it had received all {len(sources)} sources"
+
     what = f"{type(model).__name__}.load_weights"
     try:
         with tracer:
-            model.load_weights(progress.named_tensors())  # pyright: ignore[reportCallIssue]
+            model.load_weights(named_tensors())  # pyright: ignore[reportCallIssue]
     except Exception as error:
         hint = _FP8_HINT if _is_fp8(data.values()) and not _is_fp8(sources) else ""
-        raise RuntimeError(f"{what} failed {progress.where()}: {type(error).__name__}: {error}{hint}") from error
+        raise RuntimeError(f"{what} failed {where}: {type(error).__name__}: {error}{hint}") from error
     finally:
         moved = _put_back(parameters, data)
     now = dict(model.named_parameters())
@@ -61,30 +70,6 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
 
 def _is_fp8(tensors: Iterable[Tensor | SourceSpec]) -> bool:
     return any(tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point for tensor in tensors)
-
-
-class _Progress:
-    """Iterates over the sources and records which source is being loaded."""
-
-    def __init__(self, sources: Sequence[SourceSpec], tracer: Tracer) -> None:
-        self._sources = sources
-        self._tensors = [tracer.source(spec) for spec in sources]  # here, where no operation is watched
-        self._tracer = tracer
-        self._current: SourceSpec | None = None
-        self._exhausted = False
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for spec, tensor in zip(self._sources, self._tensors, strict=True):
-            self._current, self._tracer.current = spec, spec.name
-            yield spec.name, tensor
-        self._exhausted, self._tracer.current = True, None
-
-    def where(self) -> str:
-        if self._exhausted:
-            return f"after it had received all {len(self._sources)} sources"
-        if self._current is None:
-            return "before it requested a source"
-        return f"at source {self._current.name!r} {self._current.shape} {self._current.dtype}"
 
 
 def _put_back(parameters: Mapping[str, nn.Parameter], data: Mapping[str, Tensor]) -> list[str]:

@@ -5,6 +5,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 from tidemill_weight_update.client import EngineClient, HoldingClient
@@ -81,7 +82,7 @@ class Fleet:
         self.num_receivers = 0
         self.calls: list[threading.Thread] = []
         for member in self.members:
-            member.attempt(lambda member=member: self._assign_rows(member), unchanged=True)
+            member.attempt(partial(self._assign_rows, member), unchanged=True)
         self.stock = [member for member in self.members if not member.rows and member.error is None]
 
     def _assign_rows(self, member: Member) -> None:
@@ -107,7 +108,7 @@ class Fleet:
                 continue
             member.paused = True  # set before the call: SGLang pauses first, and may respond late or not at all
             if not member.stopped:  # pausing again would let SGLang start requests in between
-                member.attempt(lambda member=member: member.client.pause(mode), unchanged=True)
+                member.attempt(partial(member.client.pause, mode), unchanged=True)
 
     def connect(self, request: Request, control: Mailbox) -> None:
         """Set what the engines with the tidemill loader receive, except for its rows, and where their ranks report."""
@@ -263,10 +264,16 @@ class Fleet:
             everywhere: also set it on engines of the stock path. In an update these receive it with their last bucket;
                 an adapter leaves their weights unchanged, so they need this call.
         """
-        for member in self.members:
+
+        def set_and_check(member: Member) -> None:
             if member.rows or everywhere:
-                member.attempt(lambda member=member: member.client.set_weight_version(version), unchanged=everywhere)
-            member.attempt(lambda member=member: _check_version(member.client, version), unchanged=everywhere)
+                member.client.set_weight_version(version)
+            reported = member.client.get_weight_version()
+            if reported != version:
+                raise RuntimeError(f"it reports version {reported!r}, expected {version!r}")
+
+        for member in self.members:
+            member.attempt(partial(set_and_check, member), unchanged=everywhere)
 
     def resume(self) -> None:
         """Resume paused engines, and pause those that may hold a mix of versions."""
@@ -303,12 +310,6 @@ def _hold(member: Member) -> None:
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the largest value of each stage."""
     return {stage: max(each.get(stage, 0.0) for each in seconds) for stage in sorted({s for e in seconds for s in e})}
-
-
-def _check_version(client: EngineClient, version: str) -> None:
-    reported = client.get_weight_version()
-    if reported != version:
-        raise RuntimeError(f"it reports version {reported!r}, expected {version!r}")
 
 
 class Engines:

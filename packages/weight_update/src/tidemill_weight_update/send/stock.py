@@ -141,14 +141,9 @@ def _full(name: str, tensor: Tensor | ShardLike) -> tuple[str, Tensor]:
             f"the engine with them, or pass a full tensor or a DTensor"
         )
     check_dense(name, tensor)
+    if is_dtensor(tensor):  # raises here, and not in a collective in which other ranks wait for this one
+        box_of_dtensor(name, tensor)
     return name, tensor
-
-
-def check_parts(bucket: Bucket) -> None:
-    """Check this rank's parts before `gather`, in which other ranks wait for it."""
-    for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
-        if is_dtensor(tensor):
-            box_of_dtensor(entry.name, tensor)
 
 
 def gather(bucket: Bucket, arena: HostArena | CudaArena | None, failure: Failure, stages: Stages) -> None:
@@ -266,7 +261,6 @@ class StockPath:
             for module, (a, b) in pairs_of(named_tensors, config).items():
                 named += [(saved_name(module, "A"), a), (saved_name(module, "B"), b)]
             (bucket,) = plan_buckets(named, 1 << 62, self._dtype)  # a single one
-            check_parts(bucket)
             arena = HostArena(bucket.num_bytes) if self._ranks.rank == 0 else None
         try:
             bucket = self._agreed(failure, bucket, "adapter", name, config, replaces)
@@ -294,7 +288,6 @@ class StockPath:
             return None, None
         with failure:
             bucket = next(buckets)
-            check_parts(bucket)
             return bucket, self._arena_for(bucket) if self._ranks.rank == 0 else None
         return None, None
 
