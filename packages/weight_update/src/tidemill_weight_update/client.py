@@ -33,9 +33,8 @@ class EngineClient(Protocol):
     def load(self, request: Request, *, flush_cache: bool) -> None:
         """Pass `request` to `Receiver.handle` on all ranks of the engine (SGLang: to the tidemill loader).
 
-        Return when all ranks have processed it, successfully or not: the ranks report their results to the trainer
-        themselves. With `flush_cache`, empty the prefix cache before the engine accepts the next request. Do not use
-        SGLang's option of that name: with it SGLang crashes if a request is still running.
+        Return when all ranks have processed it, successfully or not: they report to the trainer themselves. With
+        `flush_cache`, empty the prefix cache before the engine accepts the next request.
         """
         ...
 
@@ -56,9 +55,7 @@ class EngineClient(Protocol):
         ...
 
     def resume(self) -> None:
-        """End a pause, if there is one. Also called after a `pause` that raised, because the pause may have taken
-        effect.
-        """
+        """End a pause, if there is one. Also called after a `pause` that raised."""
         ...
 
     def set_weight_version(self, version: str) -> None:
@@ -75,8 +72,7 @@ class HoldingClient(Protocol):
     """An `EngineClient` whose engine could start a request between the end of `load` and the following calls.
 
     With `in_flight="wait"`, the updater calls `load(flush_cache=False)`, then `hold` while the load runs, then
-    `flush_cache` and finally `resume`. Other clients empty their cache inside `load`, before the engine starts another
-    request.
+    `flush_cache` and finally `resume`.
     """
 
     def hold(self) -> None:
@@ -112,10 +108,9 @@ class AdapterClient(Protocol):
 class GroupLink:
     """Connects engines on other machines: `WeightUpdater(engines, link=GroupLink(host="10.0.0.1"))`.
 
-    Trainer and engines exchange control messages through a store that trainer rank 0 opens on `host`. Packed buckets
-    are sent from each trainer rank to each engine rank, by NCCL between GPUs and by gloo between CPUs. Engines on the
-    machine of a trainer rank still read its arena directly. Nothing is encrypted or signed: whoever can reach the ports
-    can read and replace weights, so use a link inside a trusted network only.
+    Control messages go through a store that trainer rank 0 opens on `host`, packed buckets over NCCL between GPUs and
+    gloo between CPUs. Engines on the machine of a trainer rank still read its arena directly. Nothing is encrypted or
+    signed, so use a link inside a trusted network only.
 
     Attributes:
         host: address of trainer rank 0's machine that engines and other trainer ranks can reach. The package listens on

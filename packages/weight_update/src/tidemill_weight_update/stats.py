@@ -13,8 +13,7 @@ class UpdateStats:
 
     Attributes:
         seconds: time from the call of `update` to its return, including the wait for other ranks.
-        num_bytes: bytes this rank sent (after the cast), without alignment; on the stock path, bytes of all tensors. If
-            engines of both paths were updated, the sum.
+        num_bytes: bytes this rank sent (after the cast), without alignment; on the stock path, bytes of all tensors.
         num_tensors: number of tensors this rank sent a part of; on the stock path, number of all tensors.
         num_buckets: number of buckets that carried `num_bytes`.
         verified: whether all engines compared the checksums of what was sent with the checksums of what they read while
@@ -23,8 +22,7 @@ class UpdateStats:
             engine, and tensors in `through_loader`, which other code writes.
         through_loader: name -> reason, for tensors that engines loaded with SGLang's own loader. A long list is
             truncated to 200 names per engine rank; `num_unverified` counts all of them.
-        quarantined: name of each engine that failed -> error. A quarantined engine is paused if it may hold a mix of
-            versions. Later updates exclude it until `WeightUpdater.readmit`.
+        quarantined: name of each engine that failed -> error. Later updates exclude it until `WeightUpdater.readmit`.
         prepare_s: time to describe the tensors to the engines.
         gather_s: time to gather DTensors into full tensors; stock path only.
         fill_s: time to copy (and cast) into shared memory and to compute the checksums of what is sent.

@@ -27,33 +27,27 @@ if TYPE_CHECKING:
 class WeightUpdater:
     """Sends weights from a trainer to inference engines.
 
-    All ranks of `process_group` (None: the default group, or this process alone) create it and call `update` together;
-    rank 0 of the group calls the engines. Each rank of an engine that was launched with `sglang_launch_args()` reads
-    what it needs from each trainer rank directly (the fast path). Other engines receive full tensors from rank 0 (the
-    stock path).
+    All ranks of `process_group` (None: the default group, or this process alone) create it and call its methods
+    together; rank 0 of the group calls the engines.
 
     Args:
         engines: engines to update; used on rank 0 only, other ranks may pass an empty sequence.
-        bucket_bytes: size of a bucket. On the fast path each rank uses shared memory of at most twice this size for
-            tensors that the engines cannot read in place; larger tensors are split. On the stock path a tensor larger
-            than a bucket is sent alone, and the shared memory grows to its size.
-        process_group: ranks that update together. They communicate over an extra gloo group with the same timeout. The
-            timeout limits how long they wait for the last rank to call `update`, and how long they wait for rank 0
-            after all tensors are sent.
+        bucket_bytes: size of a bucket. Each rank uses shared memory of at most twice this size for tensors that the
+            engines cannot read in place; larger tensors are split, except on the stock path.
+        process_group: ranks that update together. They communicate over an extra gloo group with the same timeout,
+            which limits how long they wait for the last rank to call `update`.
         dtype: dtype in which floating-point tensors are sent, except dtypes of one byte per element. None: send tensors
             as they are; the fast path casts them to the dtype of the engine's parameter.
         device: device of the shared memory, "cpu" or a CUDA device. None: the device of the first tensor. Engines on
             GPUs read both kinds, engines on CPUs only host memory.
         in_flight: what happens to running requests: the update waits for them, they are aborted, recomputed with the
-            new weights ("retract"), or continue with their old KV cache ("in_place"). With the last two the prefix
-            cache is not flushed; pass the version as `extra_key` of your requests.
+            new weights ("retract"), or continue with their old KV cache ("in_place"). The last two do not flush the
+            prefix cache.
         allow_non_finite: whether infinite and NaN elements may be sent (checked on the fast path and for adapters).
-        link: connection to engines on other machines, and between trainer ranks on several machines; the same on all
-            ranks.
-        timeout_s: longest wait for an engine that makes no progress, for example because of running requests. After it,
-            the other engines load without it; `update` returns, and paused engines resume, when its client has timed
-            out too. Must be less than the clients' timeouts; otherwise the clients of healthy engines time out while
-            their engines wait for the slow one. PROTOCOL.md lists the timeouts that follow from it.
+        link: connection to engines on other machines; the same on all ranks.
+        timeout_s: longest wait for an engine that makes no progress, for example because of running requests; then the
+            others load without it. Must be less than the clients' timeouts. PROTOCOL.md lists the timeouts that follow
+            from it.
     """
 
     def __init__(
@@ -100,18 +94,17 @@ class WeightUpdater:
     def update(self, named_tensors: NamedTensors, weight_version: int | str, *, partial: bool = False) -> UpdateStats:
         """Load `named_tensors` into the engines and set `weight_version` on those that loaded all of it.
 
-        Collective. Flushes the prefix caches. The tensors must not change until this call returns. Declares them (see
-        `declare`) unless they, or the function, are those of the last call.
+        Collective. The tensors must not change until this call returns. Declares them (see `declare`) unless they, or
+        the function, are those of the last call.
 
-        On the fast path each rank passes what it holds, under Hugging Face names and in any order: plain tensors (those
-        of rank 0 are sent, so it must have all of them), DTensors, and `LocalShard`s. All of it is checked before an
-        engine changes anything. An iterator is read before anything is sent, so all of its tensors exist at once.
-        Instead, pass a function that returns a generator: it is called once to describe the tensors and once to send
-        them, one bucket at a time, and must return the same names, shapes and dtypes in the same order each time. On
-        the stock path every rank passes the same names in the same order, as plain tensors or DTensors.
+        Each rank passes what it holds, under Hugging Face names and in any order: plain tensors (those of rank 0 are
+        sent, so it must have all of them), DTensors, and `LocalShard`s. On the stock path every rank passes the same
+        names in the same order, without `LocalShard`s.
 
         Args:
-            named_tensors: pairs of name and tensor, for all parameters of the model, or a function that returns them.
+            named_tensors: pairs of name and tensor, for all parameters of the model. An iterator is read before
+                anything is sent. A function that returns an iterator is called once to describe the tensors and once to
+                send them, one bucket at a time; it must return equal names, shapes and dtypes in the same order.
             weight_version: version that the engines report afterwards, as a string.
             partial: whether parameters without a tensor keep their values; otherwise they are an error.
 
@@ -120,13 +113,11 @@ class WeightUpdater:
             `UpdateStats.quarantined` and excluded from later updates until `readmit`.
 
         Raises:
-            ValueError: no tensors, a duplicate name, an empty version, no engines, a duplicate engine, more engine
-                ranks than one update supports (256, without a link), non-finite tensors, a LocalShard that does not fit
-                its tensor, plain tensors on another rank that rank 0 does not have.
+            ValueError: no tensors, a duplicate name, an empty version, no or duplicate engines, too many engine ranks,
+                non-finite tensors, a LocalShard that does not fit its tensor, plain tensors that rank 0 does not have.
             TypeError: an item that is not `(name, dense tensor)`.
             RuntimeError: no engine could be updated (the message contains the error of each), all are excluded, another
-                rank failed, the ranks passed different tensors on the stock path, or the updater is closed. Exceptions
-                of the iterable propagate unchanged. An error on one rank raises on all ranks. After `RankLostError`,
+                rank failed, or the updater is closed. An error on one rank raises on all ranks. After `RankLostError`,
                 close the updater; the remaining ranks can create another one.
         """
         return self._send(lambda: self._describe(named_tensors, partial=partial), str(weight_version), None)
@@ -156,13 +147,10 @@ class WeightUpdater:
         """Load `named_tensors`, all of them, into engines that failed or join late, and include them in later updates.
 
         Collective, like `update`, with the same arguments and errors. The other engines are not called. Each engine is
-        resumed afterwards, whoever paused it. One that fails stays excluded. Adapters are not sent: an engine that
-        missed some serves them after the next `update_adapter`.
+        resumed afterwards, whoever paused it. One that fails stays excluded. Adapters are not sent.
 
         Args:
             engines: engines to update; used on rank 0 only, other ranks may pass an empty sequence.
-            named_tensors: as in `update`, with the current weights.
-            weight_version: version that the engines report afterwards, as a string.
         """
         return self._send(lambda: self._describe(named_tensors, partial=False), str(weight_version), engines)
 
@@ -221,23 +209,17 @@ class WeightUpdater:
         *,
         replaces: str | None = None,
     ) -> UpdateStats:
-        """Make the engines serve a LoRA adapter as `name` (`lora_path` of SGLang's requests), then set
-        `weight_version`.
+        """Make the engines serve a LoRA adapter as `name`, then set `weight_version`.
 
         Collective; all ranks pass the same tensors in the same order. The engines' own weights do not change. An
-        adapter of that name is unloaded first: SGLang waits for the requests that use it, for every `in_flight` except
-        "abort", and refuses new ones until the new adapter is loaded. To avoid that gap, pass a new name and the old
-        one as `replaces`. SGLang keeps a separate prefix cache for each load of an adapter.
-
-        SGLang compares an adapter with its model when a request first uses it, and crashes if they do not fit.
+        adapter of that name is unloaded first: SGLang waits for its requests, except with `in_flight="abort"`, and
+        refuses new ones until the new adapter is loaded. SGLang compares an adapter with its model when a request first
+        uses it, and crashes if they do not fit.
 
         Args:
-            named_tensors: matrices of the adapter, named as PEFT names them in files or in models; plain tensors or
-                DTensors.
-            name: name under which requests select the adapter.
-            config: settings of the adapter.
-            weight_version: version that the engines report afterwards, as a string.
-            replaces: adapter to unload after the new one is loaded.
+            named_tensors: matrices of the adapter, under PEFT's names; plain tensors or DTensors.
+            name: name under which requests select the adapter (`lora_path`).
+            replaces: adapter to unload after the new one is loaded; with a new `name` no request is refused.
 
         Raises:
             ValueError: a matrix is missing, has another shape than `config` requires, or is not finite; or an error

@@ -180,18 +180,12 @@ class Transfer:
         self._send = send
 
     def send(self, weight_version: int | str) -> UpdateStats:
-        """Load the tensors into the engines as `WeightUpdater.update` does, without describing them again.
+        """Load the tensors into the engines as `WeightUpdater.update` does, without describing them again. Collective.
 
-        Collective. Everything but infinite and NaN elements is checked before an engine changes anything.
-
-        Args:
-            weight_version: version that the engines report afterwards, as a string.
-
-        Raises:
-            ValueError: another rank sends another declaration, the declared function returned other tensors (engines
-                that loaded some of them are paused and excluded), or an error of `WeightUpdater.update`.
-            RuntimeError: the memory of a declared tensor has moved (nothing was sent), or an error of
-                `WeightUpdater.update`.
+        Raises the errors of `WeightUpdater.update`, and:
+            ValueError: another rank sends another declaration, or the declared function returned other tensors
+                (engines that loaded some of them are paused and excluded).
+            RuntimeError: the memory of a declared tensor has moved; nothing was sent.
         """
         return self._send(lambda: self, str(weight_version), None)
 
