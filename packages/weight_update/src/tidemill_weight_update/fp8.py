@@ -120,7 +120,7 @@ class BlockFp8:
         """Add DTensors that are cut inside blocks; return them and the memory of the scales of all their blocks."""
         matrices = _Matrices()
         grids = [tuple(map(_blocks, tensor.shape)) for _, tensor in tensors]
-        memory = torch.zeros(sum(map(math.prod, grids)), device=local_values(tensors[0][1]).device)
+        memory = torch.zeros(sum(map(math.prod, grids)), dtype=torch.float32, device=local_values(tensors[0][1]).device)
         scales = memory.split([math.prod(grid) for grid in grids])
         for (name, tensor), grid, each in zip(tensors, grids, scales, strict=True):
             self._add(matrices, name, tensor, each.view(grid))

@@ -259,8 +259,9 @@ class PlanCache:
             sources = manifest.sources
             wanted = {source.name: source for source in sources}
             if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
-                new = partial(record, self.model, sources)
-                self._plan, self._planned = new() if self._stored is None else self._stored.get(sources, new), wanted
+                record_plan = partial(record, self.model, sources)
+                self._plan = record_plan() if self._stored is None else self._stored.get(sources, record_plan)
+                self._planned = wanted
             _check_dtypes(self._plan, wanted)
             self._copies = Copies(manifest, boxes, self._plan, self.model, self._memories)
         return self._copies

@@ -197,6 +197,7 @@ class StockPath:
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._arenas: dict[int, HostArena | CudaArena] = {}
+        self._turn = 0
 
     def send(
         self,
@@ -295,9 +296,11 @@ class StockPath:
         """Return memory with room for a bucket; it may have that of an earlier bucket."""
         if self._device is None:
             self._device = bucket.tensors[0].device
-        # One arena on the host: an engine responds after it has copied. Two on a GPU: the response to a bucket proves
-        # that the copies of the previous one are complete (see `sglang.payload`).
-        place = 0 if self._device.type == "cpu" else bucket.index % 2
+        # One arena on the host: an engine responds after it has copied. Two on a GPU, in turn, also from one update to
+        # the next: the response to a bucket proves that the copies of the previous one are complete (see
+        # `sglang.payload`).
+        self._turn = 0 if self._device.type == "cpu" else 1 - self._turn
+        place = self._turn
         arena = self._arenas.get(place)
         if arena is None or arena.data.numel() < bucket.num_bytes:
             if arena is not None:
