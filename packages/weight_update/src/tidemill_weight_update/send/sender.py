@@ -292,7 +292,7 @@ class Sender:
             names = ", ".join(repr(prepared.descriptor.sources[i].name) for i in found[:5])
             raise ValueError(
                 f"{len(found)} of the tensors have infinite or NaN elements: {names}; engines that have loaded other "
-                f"tensors of this update are paused until an update is complete (to send such tensors, pass "
+                f"tensors of this update are paused until readmit() (to send such tensors, pass "
                 f"allow_non_finite=True)"
             )
         if prepared.arena is not None:
