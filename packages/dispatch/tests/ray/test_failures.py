@@ -86,18 +86,20 @@ def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def have_exited(pids, timeout_s=20):
+def becomes_true(condition, timeout_s=20):
+    """Whether `condition` holds within the time; Ray ends processes only after it answered."""
     deadline = time.monotonic() + timeout_s
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pids)
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def have_exited(pids):
+    return becomes_true(lambda: not alive(pids))
 
 
 def cpus_are_free():
-    deadline = time.monotonic() + 20
-    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    return becomes_true(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
 
 
 @pytest.fixture
@@ -208,7 +210,7 @@ def test_ranks_that_report_no_host_are_killed(ray_cluster):
         RayWorkerGroup(
             RayResourcePool([2]), RayClassWithInitArgs(UndescribedWorker), name_prefix="undescribed", lifetime="named"
         )
-    assert ray.util.list_named_actors() == []
+    assert becomes_true(lambda: ray.util.list_named_actors() == [])
     assert cpus_are_free()
 
 

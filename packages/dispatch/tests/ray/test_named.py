@@ -106,7 +106,7 @@ def test_groups_of_another_driver_can_be_called_and_shut_down(starter):
     assert wait_for(lambda: free_cpus() == 2.5)
     roles["a"].shutdown()
     assert wait_for(lambda: free_cpus() == 3.0)
-    assert ray.util.list_named_actors() == []
+    assert wait_for(lambda: ray.util.list_named_actors() == [])
 
 
 def test_duplicate_names_and_shared_pools_of_detached_groups_are_refused(starter):
