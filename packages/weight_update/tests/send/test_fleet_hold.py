@@ -1,5 +1,6 @@
 """Engines that could start requests between a load and the flush after it are held before the load ends."""
 
+import threading
 import time
 
 import pytest
@@ -9,13 +10,18 @@ from toy_engines import ToyEngine, holds, same, state, tensors
 
 
 class HeldEngine(ToyEngine):
-    """Engine that records its calls. `hold` takes `hold_s`; `broken` names the call that fails."""
+    """Engine that records its calls. `hold` first calls `delay`; `broken` names the call that fails."""
 
-    hold_s, broken = 0.0, ""
+    broken = ""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.is_loaded = threading.Event()
+        self.delay = lambda: None
 
     def hold(self) -> None:
         self.calls.append(f"hold with {len(self.started_receivers)} of {self.tp_size}")
-        time.sleep(self.hold_s)
+        self.delay()
         if self.broken == "hold":
             raise RuntimeError("no answer within 3 s")
         self.paused = "held"
@@ -28,6 +34,7 @@ class HeldEngine(ToyEngine):
     def load(self, request, *, flush_cache):
         super().load(request, flush_cache=flush_cache)
         self.calls.append("loaded")
+        self.is_loaded.set()
 
     def flush_cache(self) -> None:
         if self.broken == "flush":
@@ -36,14 +43,17 @@ class HeldEngine(ToyEngine):
 
 
 class LateReceiver(Receiver):
-    """Receiver whose rank 1 starts `delay_s` late."""
+    """Receiver whose rank 1 calls `delay` before it starts."""
 
-    delay_s = 0.3
     has_started = False
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.delay = lambda: time.sleep(0.3)
 
     def handle(self, request):
         if self.model.rank == 1:
-            time.sleep(self.delay_s)
+            self.delay()
         self.has_started = True
         super().handle(request)
 
@@ -51,7 +61,7 @@ class LateReceiver(Receiver):
 @pytest.mark.parametrize("mode", ["collection", "function"])
 def test_engine_is_held_after_all_ranks_started_and_before_any_finishes(mode):
     engine, other = HeldEngine(2, receiver=LateReceiver), ToyEngine(2)
-    engine.hold_s = 0.3
+    engine.delay = lambda: time.sleep(0.3)
     updater = WeightUpdater([other, engine], bucket_bytes=100)
     items = tensors(1).items()
     assert updater.update(list(items) if mode == "collection" else lambda: iter(list(items)), 1).verified
@@ -91,12 +101,10 @@ def test_engine_that_fails_to_hold_or_flush_is_quarantined_and_paused(broken, wh
 @pytest.mark.parametrize("delayed", ["its ranks did not start", "it did not hold back requests"])
 def test_engine_that_is_late_is_quarantined_and_others_are_updated(delayed):
     late, good = HeldEngine(2, "late", receiver=LateReceiver), HeldEngine(1, "good")
-    if delayed == "it did not hold back requests":
-        late.hold_s = 1.5
-    else:
-        late.receivers[1].delay_s = 1.5  # type: ignore[attr-defined]
+    part = late if delayed == "it did not hold back requests" else late.receivers[1]
+    part.delay = lambda: good.is_loaded.wait(60)  # which needs that nobody waits for `late` any more
     before = state(late)
-    updater = WeightUpdater([late, good], bucket_bytes=1 << 20, timeout_s=0.5)
+    updater = WeightUpdater([late, good], bucket_bytes=1 << 20, timeout_s=2)
     assert updater.update(tensors(1).items(), 1).quarantined == {"engine 0 of 2 (late)": f"{delayed} in time"}
     assert holds(good, tensors(1))
     assert (good.version, good.paused, late.version) == ("1", None, "first")
