@@ -75,9 +75,9 @@ def run_in_background(path, folder, background, settings):
     engine = build_engine(path, optimizer=SCHEDULE, checkpoint=checkpoint, **settings)
     for seed in range(4):
         train(engine, [seed])
-        engine.save_checkpoint(folder / f"step_{seed}")
         # Both contain the current state, even if the next step runs while they are written.
-        engine.save_hf(folder.parent / f"hf_{background}_{seed}", max_shard_size=200_000, in_background=background)
+        engine.save_checkpoint(folder / f"step_{seed}", hf_path=folder.parent / f"hf_{background}_{seed}")
+        engine.save_hf(folder.parent / f"now_{background}_{seed}")
     train(engine, [9])
     engine.finish_checkpoint()
     assert not engine.is_saving
@@ -105,16 +105,16 @@ def test_background_checkpoint_is_a_snapshot_and_keep_last_removes_older(tmp_pat
             assert all(torch.equal(of_background[name], weight) for name, weight in plain.items())
     assert sorted(file.name for file in (tmp_path / "behind").iterdir()) == ["at_the_end", "step_3"]
     for seed in range(4):
-        files, in_background = (sorted((tmp_path / f"hf_{kind}_{seed}").iterdir()) for kind in (False, True))
-        assert sum(file.suffix == ".safetensors" for file in files) > 1
-        assert [file.read_bytes() for file in in_background] == [file.read_bytes() for file in files]
+        names = f"now_False_{seed}", f"hf_False_{seed}", f"hf_True_{seed}"
+        files, *others = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in names)
+        assert "model.safetensors" in files
+        assert others == [files, files]
 
 
 def run_without_room(path, folder):
     engine = build_engine(path, checkpoint={"asynchronous": True})
     host_memory._USED_SHARE = 0.0
-    engine.save_checkpoint(folder / "one")
-    engine.save_hf(folder / "hf", in_background=True)
+    engine.save_checkpoint(folder / "one", hf_path=folder / "hf")
     saved = sorted(file.name for file in folder.iterdir()), engine.is_saving
     engine.close()
     return saved

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = 1
+HF_FOLDER = "huggingface"
+"""Subfolder of a checkpoint with the policy in Hugging Face format."""
 _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "trainer.json"
 

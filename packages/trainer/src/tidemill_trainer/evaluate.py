@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tidemill_trainer.algorithm_config import RewardModelConfig
-from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.checkpoints import HF_FOLDER, Checkpoints
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.inputs import Inputs
@@ -41,12 +41,12 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         if is_run and step is None:
             raise ConfigError(f"the run {target} has no checkpoint to evaluate; choose another one")
         checkpoint = Checkpoints(run.checkpoints, max_to_keep=1).path(step) if is_run and step is not None else target
-        if not run.config.is_file() or not (checkpoint / "huggingface").is_dir():
+        if not run.config.is_file() or not (checkpoint / HF_FOLDER).is_dir():
             raise ConfigError(
                 f"expected the folder of a run or of one of its checkpoints, got {target}; a checkpoint is "
                 "runs/NAME/checkpoints/step_..."
             )
-        config = load_config(run.config, [f"model.path={checkpoint / 'huggingface'}", *overrides])
+        config = load_config(run.config, [f"model.path={checkpoint / HF_FOLDER}", *overrides])
         stem = f"eval-{run.path.name}-{checkpoint.name}"
     else:
         config = load_config(target, overrides)

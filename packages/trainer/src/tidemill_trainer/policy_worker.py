@@ -7,7 +7,7 @@ from tidemill_engines.config import OptimizerConfig
 
 from tidemill_trainer.roles import build_policy
 from tidemill_trainer.run_config import RunConfig
-from tidemill_trainer.training_worker import TrainingWorker, compute
+from tidemill_trainer.training_worker import POLICY, TrainingWorker, compute
 
 
 class PolicyWorker(TrainingWorker):
@@ -43,9 +43,9 @@ class PolicyWorker(TrainingWorker):
         return self._engine.train_batch(batch, sft_loss) | self._engine.performance()
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_hf(self, path: str, *, in_background: bool = False) -> None:
-        """Save the model to `path` in Hugging Face format; see `finish_checkpoint` for the background."""
-        self._engine.save_hf(path, in_background=in_background)
+    def save_hf(self, path: str) -> None:
+        """Save the model to `path` in Hugging Face format."""
+        self._engine.save_hf(path)
 
     def _trained(self) -> dict[str, BaseEngine]:
-        return {"engine": self._engine} | super()._trained()
+        return {POLICY: self._engine} | super()._trained()

@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 
-from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
+from tidemill_trainer.checkpoints import HF_FOLDER, CheckpointError, Checkpoints
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, ConfigT, read_config
 from tidemill_trainer.data import DataError
@@ -345,7 +345,7 @@ def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progre
         change = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f}"
     folder = run.path
     if config.trainer.save_freq >= 0:
-        folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / "huggingface"
+        folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / HF_FOLDER
     done = f"{change} in {result.steps} steps and {progress.seconds():.0f} s"
     progress.info(f"{done}; the {'run' if folder == run.path else 'model'} is in {folder}", style="bold")
 

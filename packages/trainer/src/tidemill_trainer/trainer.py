@@ -203,8 +203,6 @@ class Trainer:
     def _write_checkpoint(self, folder: Path) -> None:
         self._engines.release()
         self._learner.save_checkpoint(folder)
-        in_background = self._config.trainer.async_save
-        self._actor.save_hf(str(folder.resolve() / "huggingface"), in_background=in_background)
         self._rollouts.save(folder / _IN_FLIGHT)
 
     def _reached(self, accuracy: float | None) -> bool:

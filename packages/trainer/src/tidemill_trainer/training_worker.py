@@ -7,6 +7,7 @@ import torch
 from tidemill_dispatch import Dispatch, Worker, register, split_over
 from tidemill_engines import BaseEngine
 
+from tidemill_trainer.checkpoints import HF_FOLDER
 from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.rollout.engine_files import hold_temporary_folder
 from tidemill_trainer.run_config import RunConfig
@@ -17,6 +18,8 @@ MESH = "training"
 """Name of the mesh over which a group of training workers splits a batch."""
 compute = split_over(MESH)
 """Mode of the methods with a batch: each rank receives the rows of its data-parallel rank."""
+POLICY = "engine"
+"""Name of the policy among the models that are trained."""
 
 
 class TrainingWorker(Worker):
@@ -69,12 +72,12 @@ class TrainingWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Save the state of each model that is trained to a subfolder of `folder`.
+        """Save the state of each model that is trained to a subfolder of `folder`, the policy also in `HF_FOLDER`.
 
         With `trainer.async_save`, the state is copied and written in the background.
         """
         for name, engine in self._trained().items():
-            engine.save_checkpoint(f"{folder}/{name}")
+            engine.save_checkpoint(f"{folder}/{name}", hf_path=f"{folder}/{HF_FOLDER}" if name == POLICY else None)
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self, *, waits: bool) -> bool:

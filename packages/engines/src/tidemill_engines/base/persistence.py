@@ -1,7 +1,7 @@
 """Weights that leave an engine, and checkpoints."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,7 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         raise ValueError(f"{type(self).__name__} trains no adapter; save all weights with save_hf() instead of {path}")
 
     def save_hf(
-        self,
-        path: str | Path,
-        dtype: Dtype | None = None,
-        *,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        in_background: bool = False,
+        self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
         """Write the model to `path` in Hugging Face format, with the tokenizer files of `ModelConfig.path`. Collective.
 
@@ -87,26 +82,34 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
             dtype: dtype of the weights, as in `get_per_tensor_param`.
             max_shard_size: maximum size of a safetensors file, and of its memory while it is written: bytes, or a text
                 such as "5GB". Several files have an index.
-            in_background: copy the weights to the memory of the first rank's host, if it has room for all of them, and
-                write them there after what is being saved already; `finish_checkpoint` waits.
 
         Raises:
             ValueError: `max_shard_size` is not a size.
             OSError: a write failed; raised on every rank.
         """
-        target, max_shard_bytes, group = Path(path), shard_bytes(max_shard_size), self.groups.control
+        sizes_bytes = self._start_export(Path(path), dtype)
+        max_shard_bytes, group = shard_bytes(max_shard_size), self.groups.control
+        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, Path(path), group, max_shard_bytes=max_shard_bytes)
+
+    def _start_export(self, path: Path, dtype: Dtype | None) -> list[tuple[str, int]]:
+        """Write the files of `save_hf` without the weights; return the names and sizes of these. Collective."""
         saved_as = self.engine_config.weight_dtype(self.model_config) if dtype is None else dtype
-        start_export(target, self.export_config(), saved_as, Path(self.model_config.path), group)
-        sizes_bytes = self._exported_bytes(dtype)
-        weights = self.get_per_tensor_param(dtype)
+        start_export(path, self.export_config(), saved_as, Path(self.model_config.path), self.groups.control)
+        return self._exported_bytes(dtype)
+
+    def _export(self, path: Path) -> Callable[[], None]:
+        """Return the function that writes the files of `save_hf`, from copies if the first host has room. Collective.
+
+        Without room they are written here, and the function does nothing.
+        """
+        sizes_bytes, group = self._start_export(path, None), self.groups.control
         held_bytes = sum(size for _, size in sizes_bytes) if dist.get_rank(group) == 0 else 0
-        if not (in_background and copies_fit(held_bytes, group)):
-            write_weights(weights, sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
-            return
-        held, group = gathered(weights, group), self.groups.checkpoint
-        self._saver.start(
-            lambda: write_weights(iter(held), sizes_bytes, target, group, max_shard_bytes=max_shard_bytes)
-        )
+        weights = self.get_per_tensor_param()
+        if not (self.checkpoint_config.asynchronous and copies_fit(held_bytes, group)):
+            write_weights(weights, sizes_bytes, path, group)
+            return lambda: None
+        held = gathered(weights, group)
+        return lambda: write_weights(iter(held), sizes_bytes, path, self.groups.checkpoint)
 
     @abstractmethod
     def export_config(self) -> PretrainedConfig:
@@ -116,10 +119,13 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
     def _exported_bytes(self, dtype: Dtype | None) -> list[tuple[str, int]]:
         """Return names and sizes of the weights that `get_per_tensor_param(dtype)` yields, in its order."""
 
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, path: str | Path, *, hf_path: str | Path | None = None) -> None:
         """Write weights, optimizer, schedule and random state to a new folder `path`, sharded. Collective.
 
         The folder appears under its name when it is complete, at once or in the background (`CheckpointConfig`).
+
+        Args:
+            hf_path: also write the model there, as `save_hf` does, in the background like the checkpoint.
 
         Raises:
             OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed.
@@ -133,14 +139,18 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         )
         group = self.groups.checkpoint
         with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
+            # All copies are complete before anything is written: beside a write they take several times as long.
+            write_hf = None if hf_path is None else self._export(Path(hf_path))
             parts = self._offloadable()
             num_bytes = sum(parts[kind].num_bytes() for kind in ("params", "optimizer"))
             in_background = self.checkpoint_config.asynchronous and copies_fit(num_bytes, self.groups.control)
             state = self._collect_state(copied=in_background)
             if not in_background:
                 self._write_state(Path(path), state, progress, group)
-                return
-        self._saver.start(lambda: self._write_state(Path(path), state, progress, group))
+        if in_background:
+            self._saver.start(lambda: self._write_state(Path(path), state, progress, group))
+        if write_hf is not None:
+            self._saver.start(write_hf)
 
     @property
     def is_saving(self) -> bool:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from tidemill_engines.checkpoint.host_memory import host_copies
 from tidemill_engines.distributed.agreement import raise_on_all_ranks
 
 _COPIED = (
@@ -26,6 +27,7 @@ _COPIED = (
     "*.py",
 )
 _UNITS_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_COPIED_BYTES = 10**9
 MAX_SHARD_SIZE = "5GB"
 
 
@@ -130,12 +132,24 @@ def write_weights(
 
 
 def gathered(weights: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[tuple[str, torch.Tensor]]:
-    """All-gather weights into copies on the CPU of the first rank; others have empty tensors. Collective."""
+    """All-gather weights into copies on the CPU of the first rank; others have empty tensors. Collective.
+
+    The first rank holds full tensors of about 1 GB on its device, to copy them together.
+    """
     is_writer = dist.get_rank(group) == 0
-    held = []
+    held: list[tuple[str, torch.Tensor]] = []
+    batch: list[tuple[str, torch.Tensor]] = []
+
+    def copy() -> None:
+        held.extend(zip([name for name, _ in batch], host_copies([weight for _, weight in batch]), strict=True))
+        batch.clear()
+
     for name, weight in weights:
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        held.append((name, full.to("cpu", copy=True) if is_writer else torch.empty(0)))
+        batch.append((name, full if is_writer else torch.empty(0)))
+        if sum(tensor.nbytes for _, tensor in batch) >= _COPIED_BYTES:
+            copy()
+    copy()
     return held
 
 

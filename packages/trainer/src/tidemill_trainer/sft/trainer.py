@@ -123,8 +123,6 @@ class SFTTrainer:
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._workers.save_checkpoint(str(folder.resolve()))
-        in_background = self._config.trainer.async_save
-        self._workers.save_hf(str(folder.resolve() / "huggingface"), in_background=in_background)
 
     def _is_written(self, waits: bool) -> bool:
         return all(self._workers.finish_checkpoint(waits=waits))
