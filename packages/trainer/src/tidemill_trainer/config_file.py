@@ -42,7 +42,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(
-    kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, has_gpu: bool | None = None
+    kind: type[ConfigT],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    has_gpu: bool | None = None,
+    num_gpus: float | None = None,
+    device_bytes: float | None = None,
 ) -> ConfigT:
     """Read the configuration of a run. Keys that it leaves open have other defaults on GPUs; see `gpu_defaults`.
 
@@ -53,6 +59,8 @@ def read_config(
             keys replace those before. Megatron's parallel sizes have the short names "engine.tp", "pp", "vpp", "cp",
             "ep" and "etp". A path may begin with "~".
         has_gpu: whether the device "auto" is a GPU; None: if this machine has one.
+        num_gpus: GPUs of the cluster; None: those of this machine, times its nodes.
+        device_bytes: memory of each GPU; None: what is free on those of this machine.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the message suggests a known one), or a
@@ -69,11 +77,15 @@ def read_config(
     sections = {field.name for field in dataclasses.fields(kind)}
     _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
     config = _with_paths(parse_config(kind, data), os.path.expanduser)
-    if isinstance(config, Config) and has_gpu and config.engine.device != "cpu" and (gpus := read_gpus()):
-        from tidemill_trainer.plan.micro_batches import with_micro_batches  # imports transformers
+    if isinstance(config, Config) and has_gpu and config.engine.device != "cpu":
+        device_bytes = (
+            min((gpu.free_bytes for gpu in read_gpus()), default=None) if device_bytes is None else device_bytes
+        )
+        if device_bytes is not None:
+            from tidemill_trainer.plan.micro_batches import with_micro_batches  # imports transformers
 
-        num_gpus = float(torch.cuda.device_count() * config.trainer.nnodes)
-        config = with_micro_batches(config, given, num_gpus, min(gpu.free_bytes for gpu in gpus))
+            num_gpus = float(torch.cuda.device_count() * config.trainer.nnodes) if num_gpus is None else num_gpus
+            config = with_micro_batches(config, given, num_gpus, device_bytes)
     return config
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, read_config
+from tidemill_trainer.gpu_defaults import in_one_line
 from tidemill_trainer.gpus import placed
 from tidemill_trainer.plan.phases import plan_devices, role_sizes
 from tidemill_trainer.plan.report import GIB, as_json, problems, table
@@ -28,8 +29,9 @@ def plan(
     progress = Progress()
     try:
         has_gpu = True if num_gpus or device_memory is not None else None
-        config = placed(read_config(Config, config_path, overrides, has_gpu=has_gpu), _num_gpus(num_gpus))
-        device_bytes = _device_bytes(device_memory)
+        gpus, device_bytes = _num_gpus(num_gpus), _device_bytes(device_memory)
+        config = read_config(Config, config_path, overrides, has_gpu=has_gpu, num_gpus=gpus, device_bytes=device_bytes)
+        config = placed(config, gpus)
         check_model(config, reads_weights=False)
         sizes = role_sizes(config)
     except (ConfigError, ValueError, OSError) as error:
@@ -42,6 +44,8 @@ def plan(
         return 1 if found else 0
     lines = [steps.sentence()]
     lines += [f"{role}: {each.total:,} parameters, {each.trainable:,} trainable" for role, each in sizes.items()]
+    if device_bytes is not None and config.engine.device != "cpu":
+        lines.append(in_one_line(config))
     lines += ["", *table(devices), "", "moved per step, for episodes of the maximum length"]
     lines += [f"  {name:45} {value / GIB:9.2f} GiB" for name, value in moved.items()]
     lines += ["", _verdict(device_bytes, found)]
