@@ -144,31 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--n", type=_count, default=1, help="samples per problem (default: 1, greedy)")
     evaluate.add_argument("--sample", action="store_true", help="sample also with --n 1, instead of decoding greedily")
-    plan = commands.add_parser(
-        "plan", help="show the memory and transfers that a configuration requires, without a GPU", allow_abbrev=False
-    )
-    plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
-    plan.add_argument(
-        "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
-    )
-    plan.add_argument(
-        "--num-gpus", type=_count, help="GPUs of the cluster (default: those here, or else as many as are required)"
-    )
-    plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
-    bench = _add_bench(commands)
-    replay = commands.add_parser(
-        "replay", help="repeat recorded steps of a run, and compare the weights bit for bit", allow_abbrev=False
-    )
-    replay.add_argument("run", type=Path, metavar="RUN", help="folder of a run with trainer.save_batches=true")
-    replay.add_argument(
-        "--steps",
-        type=_steps,
-        metavar="FIRST:LAST",
-        help="steps to repeat (default: all with a checkpoint before them)",
-    )
-    replay.add_argument(
-        "--generation", action="store_true", help="also start engines, and compare the tokens that they sample again"
-    )
+    plan, bench, replay = _add_plan(commands), _add_bench(commands), _add_replay(commands)
     doctor = _add_doctor(commands)
     _add_engines(commands)
     for command in (demo, train, sft, evaluate, plan, bench, replay, doctor):
@@ -185,6 +161,38 @@ def _parser() -> argparse.ArgumentParser:
             help="negative control: shuffle the rewards within each batch, so that the model cannot learn",
         )
     return parser
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    plan = commands.add_parser(
+        "plan", help="show the memory and transfers that a configuration requires, without a GPU", allow_abbrev=False
+    )
+    plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
+    plan.add_argument(
+        "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
+    )
+    plan.add_argument(
+        "--num-gpus", type=_count, help="GPUs of the cluster (default: those here, or else as many as are required)"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    return plan
+
+
+def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    replay = commands.add_parser(
+        "replay", help="repeat recorded steps of a run, and compare the weights bit for bit", allow_abbrev=False
+    )
+    replay.add_argument("run", type=Path, metavar="RUN", help="folder of a run with trainer.save_batches=true")
+    replay.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="FIRST:LAST",
+        help="steps to repeat (default: all with a checkpoint before them)",
+    )
+    replay.add_argument(
+        "--generation", action="store_true", help="also start engines, and compare the tokens that they sample again"
+    )
+    return replay
 
 
 def _add_engines(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

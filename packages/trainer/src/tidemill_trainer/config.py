@@ -279,47 +279,8 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
-        longest = self.data.max_prompt_length + self.rollout.response_length
-        cap = self.engine.max_token_len_per_gpu
-        replayed = max(self.rollout.response_lengths, default=0)
-        require(
-            replayed <= self.rollout.response_length,
-            f"rollout.response_lengths must be <= rollout.response_length={self.rollout.response_length}, got "
-            f"{replayed}; raise rollout.response_length",
-        )
-        require(
-            longest <= cap,
-            f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
-            f"got {longest}; raise engine.max_token_len_per_gpu",
-        )
-        require(
-            self.reward_model.path is None or longest < cap,
-            f"data.max_prompt_length + rollout.response_length must be < engine.max_token_len_per_gpu={cap} with "
-            f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
-            "engine.max_token_len_per_gpu",
-        )
-        reward, episode = self.reward, self.episode.function
-        require(
-            not reward.is_endpoint or reward.url is not None,
-            'reward.function="endpoint" requires reward.url, the address of an SGLang server with a reward model, such '
-            'as "http://127.0.0.1:30000"',
-        )
-        require(
-            reward.is_endpoint or reward.url is None,
-            f'reward.url="{reward.url}" requires reward.function="endpoint", got {reward.function!r}; set it, or '
-            "remove reward.url",
-        )
-        require(
-            not reward.is_endpoint or episode == "single_turn",
-            f'reward.function="endpoint" requires episode.function="single_turn", got "{episode}"; an episode of your '
-            "own returns its reward itself",
-        )
-        pool = self.rollout.max_total_tokens
-        require(
-            pool is None or pool >= longest,
-            f"rollout.max_total_tokens must be >= data.max_prompt_length + rollout.response_length = {longest}, "
-            f"got {pool}; raise it, or remove it to let SGLang choose",
-        )
+        self._check_lengths()
+        self._check_reward()
         size, prompts = self.actor.ppo_mini_batch_size, self.data.train_batch_size
         require(
             size is None or size <= prompts,
@@ -350,6 +311,51 @@ class Config(RunConfig):
         require(
             self.trainer.stop_at_accuracy is None or len(self.data.val_files) > 0,
             "trainer.stop_at_accuracy requires data.val_files; set them, or remove trainer.stop_at_accuracy",
+        )
+
+    def _check_lengths(self) -> None:
+        longest = self.data.max_prompt_length + self.rollout.response_length
+        cap = self.engine.max_token_len_per_gpu
+        replayed = max(self.rollout.response_lengths, default=0)
+        require(
+            replayed <= self.rollout.response_length,
+            f"rollout.response_lengths must be <= rollout.response_length={self.rollout.response_length}, got "
+            f"{replayed}; raise rollout.response_length",
+        )
+        require(
+            longest <= cap,
+            f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
+            f"got {longest}; raise engine.max_token_len_per_gpu",
+        )
+        require(
+            self.reward_model.path is None or longest < cap,
+            f"data.max_prompt_length + rollout.response_length must be < engine.max_token_len_per_gpu={cap} with "
+            f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
+            "engine.max_token_len_per_gpu",
+        )
+        pool = self.rollout.max_total_tokens
+        require(
+            pool is None or pool >= longest,
+            f"rollout.max_total_tokens must be >= data.max_prompt_length + rollout.response_length = {longest}, "
+            f"got {pool}; raise it, or remove it to let SGLang choose",
+        )
+
+    def _check_reward(self) -> None:
+        reward, episode = self.reward, self.episode.function
+        require(
+            not reward.is_endpoint or reward.url is not None,
+            'reward.function="endpoint" requires reward.url, the address of an SGLang server with a reward model, such '
+            'as "http://127.0.0.1:30000"',
+        )
+        require(
+            reward.is_endpoint or reward.url is None,
+            f'reward.url="{reward.url}" requires reward.function="endpoint", got {reward.function!r}; set it, or '
+            "remove reward.url",
+        )
+        require(
+            not reward.is_endpoint or episode == "single_turn",
+            f'reward.function="endpoint" requires episode.function="single_turn", got "{episode}"; an episode of your '
+            "own returns its reward itself",
         )
 
     def training_workers(self) -> dict[str, int]:
