@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from tidemill_engines.base.lifecycle import ConfigT, EngineLifecycle
 from tidemill_engines.checkpoint.folder import Progress, read_progress
-from tidemill_engines.checkpoint.host_memory import copies_fit
+from tidemill_engines.checkpoint.host_memory import copies_fit, gathered
 from tidemill_engines.config import Dtype
-from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, gathered, shard_bytes, start_export, write_weights
+from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
 from tidemill_engines.hf_weights.shard import WeightShard
 
 

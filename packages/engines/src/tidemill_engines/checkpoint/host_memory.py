@@ -2,18 +2,20 @@
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tidemill_engines.distributed.agreement import all_gather
 
 _USED_SHARE = 0.8  # of the available memory; the rest is left to what else grows while a copy exists
 _CGROUP = Path("/sys/fs/cgroup")
 _NUM_THREADS = 8
+_GATHERED_BYTES = 10**9
 
 
 def copies_fit(num_bytes: int, group: dist.ProcessGroup) -> bool:
@@ -53,3 +55,25 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     with ThreadPoolExecutor(_NUM_THREADS) as executor:
         return list(executor.map(copy, (tensor.detach() for tensor in tensors)))
+
+
+def gathered(weights: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[tuple[str, torch.Tensor]]:
+    """All-gather weights into copies on the CPU of the first rank; others have empty tensors. Collective.
+
+    The first rank holds full tensors of about 1 GB on its device, to copy them together.
+    """
+    is_writer = dist.get_rank(group) == 0
+    held: list[tuple[str, torch.Tensor]] = []
+    batch: list[tuple[str, torch.Tensor]] = []
+
+    def copy() -> None:
+        held.extend(zip([name for name, _ in batch], host_copies([weight for _, weight in batch]), strict=True))
+        batch.clear()
+
+    for name, weight in weights:
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        batch.append((name, full if is_writer else torch.empty(0)))
+        if sum(tensor.nbytes for _, tensor in batch) >= _GATHERED_BYTES:
+            copy()
+    copy()
+    return held

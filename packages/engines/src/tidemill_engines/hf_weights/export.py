@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from tidemill_engines.checkpoint.host_memory import host_copies
 from tidemill_engines.distributed.agreement import raise_on_all_ranks
 
 _COPIED = (
@@ -27,7 +26,6 @@ _COPIED = (
     "*.py",
 )
 _UNITS_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_COPIED_BYTES = 10**9
 MAX_SHARD_SIZE = "5GB"
 
 
@@ -129,28 +127,6 @@ def write_weights(
             where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(size for _, size in sizes_bytes)}, "weight_map": where}
             (path / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def gathered(weights: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> list[tuple[str, torch.Tensor]]:
-    """All-gather weights into copies on the CPU of the first rank; others have empty tensors. Collective.
-
-    The first rank holds full tensors of about 1 GB on its device, to copy them together.
-    """
-    is_writer = dist.get_rank(group) == 0
-    held: list[tuple[str, torch.Tensor]] = []
-    batch: list[tuple[str, torch.Tensor]] = []
-
-    def copy() -> None:
-        held.extend(zip([name for name, _ in batch], host_copies([weight for _, weight in batch]), strict=True))
-        batch.clear()
-
-    for name, weight in weights:
-        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        batch.append((name, full if is_writer else torch.empty(0)))
-        if sum(tensor.nbytes for _, tensor in batch) >= _COPIED_BYTES:
-            copy()
-    copy()
-    return held
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
