@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tidemill_rollout.errors import short
 from tidemill_rollout.messages import Message
 from tidemill_rollout.session import Reply
 
@@ -68,13 +69,13 @@ def parse_chat_request(body: Any) -> ChatRequest:
         ValueError: a field is missing, has a wrong type, or is not supported.
     """
     if not isinstance(body, dict):
-        raise ValueError(f"the body must be a JSON object, got {_short(body)}")
+        raise ValueError(f"the body must be a JSON object, got {short(body)}")
     body = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
     _check_types(body)
     for name, value in body.items():
         if name in _ONLY and value not in _ONLY[name]:
             supported = " and ".join(json.dumps(each) for each in _ONLY[name])
-            raise ValueError(f"{name}={_short(value)} is not supported, only {supported}; remove it from the request")
+            raise ValueError(f"{name}={short(value)} is not supported, only {supported}; remove it from the request")
         if name not in _READ and name not in _ONLY:
             raise ValueError(f"the field {name!r} is not supported; remove it from the request")
     sampling = {name: body[name] for name in (*_SAMPLING, "logit_bias", "seed", "stop") if name in body}
@@ -95,7 +96,7 @@ def parse_chat_request(body: Any) -> ChatRequest:
 
 def _check_types(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("messages"), list):
-        raise ValueError(f"messages must be a list of messages, got {_short(body.get('messages'))}")
+        raise ValueError(f"messages must be a list of messages, got {short(body.get('messages'))}")
     for names, kind, text in (
         (("model",), str, "a string"),
         (_NUMBERS, (int, float), "a number"),
@@ -107,7 +108,7 @@ def _check_types(body: Mapping[str, Any]) -> None:
             value = body.get(name)
             is_number = isinstance(value, bool) and kind is not bool
             if value is not None and (is_number or not isinstance(value, kind)):
-                raise ValueError(f"{name} must be {text}, got {_short(value)}")
+                raise ValueError(f"{name} must be {text}, got {short(value)}")
     for name in ("n", "max_tokens", "max_completion_tokens"):
         if body.get(name, 1) < 1:
             raise ValueError(f"{name} must be >= 1, got {body[name]}")
@@ -115,10 +116,10 @@ def _check_types(body: Mapping[str, Any]) -> None:
         raise ValueError(f"n must be <= {_MAX_REPLIES}, got {body['n']}; send several requests")
     bias = body.get("logit_bias", {})
     if not all(isinstance(value, int | float) for value in bias.values()):
-        raise ValueError(f"the values of logit_bias must be numbers, got {_short(bias)}")
+        raise ValueError(f"the values of logit_bias must be numbers, got {short(bias)}")
     stop = body.get("stop", [])
     if not all(isinstance(each, str) and each for each in (stop if isinstance(stop, list) else [stop])):
-        raise ValueError(f"stop must be a string or a list of strings that are not empty, got {_short(stop)}")
+        raise ValueError(f"stop must be a string or a list of strings that are not empty, got {short(stop)}")
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -128,7 +129,7 @@ def _tools(tools: Any) -> list[Any] | None:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
-            raise ValueError(f"tools[{number}]: expected {expected}, got {_short(tool)}")
+            raise ValueError(f"tools[{number}]: expected {expected}, got {short(tool)}")
     return tools
 
 
@@ -240,8 +241,3 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,5 +1,7 @@
 """The errors that an episode can meet or raise."""
 
+from typing import Any
+
 
 class EngineError(RuntimeError):
     """The engine failed, timed out, or returned tokens that cannot be trained on."""
@@ -35,3 +37,9 @@ class SessionEndedError(RuntimeError):
 
 class TemplateError(ValueError):
     """The chat template rejects the messages."""
+
+
+def short(value: Any) -> str:
+    """Return a value as text for an error message, of at most 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

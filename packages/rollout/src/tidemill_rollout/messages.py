@@ -4,6 +4,8 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from tidemill_rollout.errors import short
+
 Message = dict[str, Any]
 """{"role": ..., "content": ..., ...} as in OpenAI's chat completions; a reply can also have `reasoning_content`."""
 
@@ -19,7 +21,7 @@ def check_messages(messages: Any) -> list[Message]:
             an assistant message.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"messages must be a non-empty list, got {_short(messages)}")
+        raise ValueError(f"messages must be a non-empty list, got {short(messages)}")
     cleaned = [clean_message(message, number) for number, message in enumerate(messages)]
     if cleaned[-1]["role"] == "assistant":
         raise ValueError(
@@ -33,7 +35,7 @@ def clean_message(message: Any, number: int = 0) -> Message:
     """Return a copy of a message with text parts joined and empty fields removed; see `check_messages`."""
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise ValueError(
-            f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {_short(message)}; "
+            f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {short(message)}; "
             "convert messages of a client library to dicts, such as with model_dump()"
         )
     cleaned = {name: value for name, value in message.items() if value is not None and value != []}
@@ -46,7 +48,7 @@ def clean_message(message: Any, number: int = 0) -> Message:
 def _clean_call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"messages[{number}]: expected tool calls with a function name, got {_short(call)}")
+        raise ValueError(f"messages[{number}]: expected tool calls with a function name, got {short(call)}")
     return {**call, "function": dict(function)}
 
 
@@ -58,7 +60,7 @@ def _text(content: Any, number: int) -> str:
     parts = content if isinstance(content, Sequence) else [content]
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"messages[{number}]: only text content is supported, got {_short(part)}")
+            raise ValueError(f"messages[{number}]: only text content is supported, got {short(part)}")
     return "".join(part["text"] for part in parts)
 
 
@@ -83,7 +85,7 @@ def canonical(value: Any) -> str:
     try:
         return _ENCODER.encode(value)
     except TypeError as error:
-        raise ValueError(f"tools and tool calls must be JSON: {error}; got {_short(value)}") from error
+        raise ValueError(f"tools and tool calls must be JSON: {error}; got {short(value)}") from error
 
 
 def arguments(value: Any) -> Any:
@@ -119,8 +121,3 @@ def for_template(message: Message, *, has_developer: bool = False) -> Message:
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from tidemill_rollout.errors import short
+
 Status = Literal["ok", "truncated", "model_error", "environment_error"]
 _MAX = 3.4028234663852886e38
 """The largest float32; rewards and metrics are float32 in training."""
@@ -45,7 +47,7 @@ class Outcome:
         for name, value in metrics.items():
             _check_finite(f"metric {name!r}", value)
         if not isinstance(self.reason, str):
-            raise TypeError(f"the reason of an outcome must be text, got {_short(self.reason)}")
+            raise TypeError(f"the reason of an outcome must be text, got {short(self.reason)}")
         if self.status not in get_args(Status):
             raise ValueError(f"the status of an outcome must be one of {get_args(Status)}, got {self.status!r}")
 
@@ -79,7 +81,7 @@ def to_outcome(result: Any) -> Outcome:
         return Outcome(reward=_number(result))
     name = next((name for name in ("score", "reward") if name in result), None)
     if name is None:
-        raise ValueError(f'a dict that an episode returns requires the key "score", got {_short(result)}')
+        raise ValueError(f'a dict that an episode returns requires the key "score", got {short(result)}')
     metrics = {key: float(value) for key, value in result.items() if key != name and isinstance(value, Real | np.bool_)}
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
@@ -90,14 +92,9 @@ def _number(value: Any, rule: str = 'an episode must return a number, a dict wit
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    raise TypeError(f"{rule}, got {_short(value)}")
+    raise TypeError(f"{rule}, got {short(value)}")
 
 
 def _check_finite(name: str, number: float) -> None:
     if not abs(number) <= _MAX:  # also True for NaN
         raise ValueError(f"expected a finite float32 as the {name} of an episode, got {number}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

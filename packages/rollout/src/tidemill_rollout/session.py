@@ -12,7 +12,7 @@ from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.errors import EngineError, LimitError, SessionEndedError
 from tidemill_rollout.messages import Message, check_messages
 from tidemill_rollout.parser import ReplyParser
-from tidemill_rollout.recorder import Prompt, Recorder, Turn
+from tidemill_rollout.recorder import Prompt, Recorder
 from tidemill_rollout.template import ChatTemplate
 from tidemill_rollout.trajectory import Trajectory
 
@@ -53,7 +53,6 @@ class Reply:
         token_ids, log_probs: the sampled tokens with their log-probs.
         finish_reason: "stop", "length" or "tool_calls".
         num_prompt_tokens: length of the prompt.
-        turn: the recorded turn.
     """
 
     message: Message
@@ -62,7 +61,6 @@ class Reply:
     log_probs: Sequence[float]
     finish_reason: str
     num_prompt_tokens: int
-    turn: Turn
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -318,7 +316,7 @@ class Session:
             has_tools=bool(prompt.tools),
             call_id=f"call-{number}",
         )
-        turn = state.recorder.record(prompt, generation, message)
+        state.recorder.record(prompt, generation, message)
         return Reply(
             message=message,
             text=text,
@@ -326,7 +324,6 @@ class Session:
             log_probs=generation.log_probs,
             finish_reason="tool_calls" if "tool_calls" in message else generation.finish_reason,
             num_prompt_tokens=len(prompt.token_ids),
-            turn=turn,
         )
 
     def _sampling_changes(self, given: Mapping[str, Any]) -> dict[str, Any]:
