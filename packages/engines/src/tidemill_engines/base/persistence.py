@@ -38,19 +38,16 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
             collective, so all ranks must take the same weights in the same order.
         """
 
-    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+    def get_per_tensor_shards(self) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
         """Yield this rank's parts of the weights by the names of `get_per_tensor_param`; nothing is all-gathered.
 
         A part is a DTensor, or a `WeightShard` where DTensors cannot describe it. Ranks may yield different names, and
         a name once for each part that the rank holds.
 
-        Args:
-            dtype: dtype that floating-point weights are cast to; None does not cast.
-
         Yields:
             Name and part, detached and valid until the next step.
         """
-        return self.get_per_tensor_param(dtype)
+        return self.get_per_tensor_param()
 
     @property
     def streams_weights(self) -> bool:

@@ -224,8 +224,8 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         for name, weight in self._merged_weights(dtype):
             yield from checkpoint_tensors(name, weight, self._layout)
 
-    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-        for name, weight in self._merged_weights(dtype):
+    def get_per_tensor_shards(self) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        for name, weight in self._merged_weights(None):
             yield from checkpoint_shards(name, weight, self._layout)
 
     @property

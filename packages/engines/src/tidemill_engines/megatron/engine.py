@@ -271,9 +271,9 @@ class MegatronEngine(BaseEngine[MegatronConfig]):
         with self._weights_onloaded():
             yield from self.weights.full_tensors(self._export_dtype(dtype))
 
-    def get_per_tensor_shards(self, dtype: Dtype | None = None) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+    def get_per_tensor_shards(self) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
         with self._weights_onloaded():
-            for name, shard in self.weights.shards(None if dtype is None else getattr(torch, dtype)):
+            for name, shard in self.weights.shards():
                 yield name, replace(shard, tensor=shard.tensor.clone()) if self.streams_weights else shard
 
     @property

@@ -9,7 +9,7 @@ import psutil
 
 from tidemill_trainer.rollout.engine_files import leftovers, remove_leftovers
 from tidemill_trainer.run_dir import is_locked
-from tidemill_trainer.stalls.process import registered
+from tidemill_trainer.stalls.process import descendants, registered
 
 _EXIT_S = 5.0
 
@@ -51,16 +51,9 @@ def dead_processes(run_dir: Path) -> Iterator[tuple[psutil.Process, Path]]:
         recorded = [process for each in registered(run / "logs") if (process := each.process()) is not None]
         if not recorded or is_locked(lock) or not lock.read_text().endswith(f" on {socket.gethostname()}"):
             continue
-        for process in {member for each in recorded for member in (each, *_descendants(each))}:
+        for process in {member for each in recorded for member in (each, *descendants(each))}:
             if _owner(process) == os.getuid():
                 yield process, run
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _owner(process: psutil.Process) -> int | None:

@@ -156,12 +156,13 @@ def _owners(registrations: Sequence[Registration]) -> dict[psutil.Process, tuple
         if process is not None:
             owners[process] = process, registration.name
     for process, owner in list(owners.items())[::-1]:  # the driver comes first and is the parent of Ray's
-        for child in _children(process):
+        for child in descendants(process):
             owners.setdefault(child, owner)
     return owners
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of a process and theirs; none if it has exited."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:

@@ -125,13 +125,10 @@ class MegatronWeights:
                     rows.copy_(whole.normal_(0.0, std, generator=generator)[block.region])
 
     @torch.no_grad()
-    def shards(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, WeightShard]]:
+    def shards(self) -> Iterator[tuple[str, WeightShard]]:
         """Yield this rank's parts of all tensors with the tensor's name. No communication.
 
         A tensor may have several parts: q, k and v of a layer are interleaved, so each has one part per kv head.
-
-        Args:
-            dtype: dtype of the yielded values; None for that of the parameters.
         """
         for parameter, blocks in self._blocks:
             values = parameter.detach()
@@ -139,7 +136,7 @@ class MegatronWeights:
                 own = values if block.shape[0] == len(values) else values.narrow(0, block.row, block.shape[0])
                 replica, num_replicas = self._replicas[block.name, block.start]
                 shard = WeightShard(
-                    tensor=own if dtype is None else own.to(dtype),
+                    tensor=own,
                     global_shape=block.global_shape,
                     start=block.start,
                     replica=replica,
