@@ -1,4 +1,4 @@
-"""The pool of engines: routing, weight versions and engines that die."""
+"""The pool of engines: routing, and engines that die."""
 
 import asyncio
 
@@ -39,45 +39,10 @@ def test_session_stays_on_its_engine_although_another_is_less_loaded():
         first = await case.start("s0")
         case.engines["a"].finish()
         await first
-        case.pool.add("c", HeldEngine(), 0)
+        case.pool.add("c", HeldEngine())
         for _ in range(3):
             await case.start("s0")
         assert case.sessions("a") == ["s0"] * 3
-
-    asyncio.run(run())
-
-
-def test_only_engines_with_the_newest_version_receive_requests():
-    async def run():
-        case = Case()
-        await case.start("s0")
-        case.pool.set_version("b", 1)
-        for session_id in ("s0", "s1", "s2"):
-            await case.start(session_id)
-        assert case.sessions("a") == ["s0"]
-        assert case.sessions("b") == ["s0", "s1", "s2"]
-        case.pool.set_version("a", 1)
-        await case.start("s3")
-        assert case.sessions("a") == ["s0", "s3"]
-
-    asyncio.run(run())
-
-
-def test_requests_wait_while_no_engine_has_the_newest_version():
-    async def run():
-        case = Case()
-        case.pool.set_version("a", 1)
-        case.engines["a"].die()
-        task = await case.start("s0")
-        assert case.pool.metrics()["num_waiting"] == 1
-        assert case.pool.metrics()["num_engines"] == 0
-        assert str(case.pool) == "a: failed: connection refused; b: waits for version 1 (version 0, 0 running)"
-        case.pool.set_version("b", 1)
-        await settle()
-        assert case.sessions("b") == ["s0"]
-        assert case.pool.metrics()["num_waiting"] == 0
-        case.engines["b"].finish()
-        await task
 
     asyncio.run(run())
 
@@ -134,8 +99,10 @@ def test_requests_wait_for_a_restart_where_the_pool_awaits_one():
         engine.die()
         await settle()
         assert pool.metrics()["num_waiting"] == 1
+        assert pool.metrics()["num_engines"] == 0
+        assert str(pool) == "a: failed: connection reset"
         again = HeldEngine()
-        pool.add("a", again, version=0)
+        pool.add("a", again)
         await settle()
         again.finish()
         assert await task == reply(PROMPT, SAMPLING)
@@ -194,23 +161,6 @@ def test_request_that_crashes_engines_is_sent_to_two_further_ones_and_others_con
     asyncio.run(run())
 
 
-def test_waiting_request_fails_when_the_last_engine_dies():
-    async def run():
-        case = Case()
-        await case.start("s0")
-        old = await case.start("s1")
-        case.pool.set_version("a", 1)
-        case.engines["a"].die()
-        waiting = await case.start("s2")
-        assert case.pool.metrics()["num_waiting"] == 2  # s0 and s2; s1 still runs with the old weights
-        case.engines["b"].die()
-        for task in (old, waiting):
-            with pytest.raises(EngineDiedError, match="none of 2 engines is left"):
-                await task
-
-    asyncio.run(run())
-
-
 def test_error_of_a_request_does_not_remove_its_engine():
     async def run():
         case = Case()
@@ -240,30 +190,22 @@ def test_cancelled_request_is_cancelled_in_its_engine_and_no_longer_running():
     asyncio.run(run())
 
 
-def test_restarted_engine_receives_requests_after_it_has_the_newest_version():
+def test_restarted_engine_receives_requests_again():
     async def run():
         case = Case()
-        case.pool.set_version("a", 1)
-        case.pool.set_version("b", 1)
         await case.start("s0")
         case.engines["a"].die()
-        await settle()
-        case.pool.set_version("a", 1)  # verified before it died
         await case.start("s1")
         assert case.sessions("b") == ["s0", "s1"]
         case.engines["a"] = HeldEngine()
-        case.pool.add("a", case.engines["a"], 0)
+        case.pool.add("a", case.engines["a"])
         await case.start("s2")
-        assert case.sessions("b") == ["s0", "s1", "s2"]
-        case.pool.set_version("a", 1)
-        await case.start("s3")
-        assert case.sessions("a") == ["s3"]
+        assert case.sessions("a") == ["s2"]
+        assert str(case.pool) == "a: serves (1 running); b: serves (2 running)"
 
     asyncio.run(run())
 
 
-def test_unknown_engine_and_empty_pool_are_refused():
-    with pytest.raises(ValueError, match="no engine 'c', only a, b; add it first"):
-        Case().pool.set_version("c", 1)
+def test_empty_pool_is_refused():
     with pytest.raises(ValueError, match="at least one engine"):
         EnginePool({})

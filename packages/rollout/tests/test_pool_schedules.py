@@ -1,4 +1,4 @@
-"""Random schedules of requests, weight versions, deaths and restarts in a pool of engines."""
+"""Random schedules of requests, deaths and restarts in a pool of engines."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ from tidemill_rollout import EngineError, Generation, SamplingParams
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["start"] * 4 + ["finish", "finish", "fail", "cancel", "die", "version", "restart"]),
+        st.sampled_from(["start"] * 4 + ["finish", "finish", "fail", "cancel", "die", "restart"]),
         st.integers(0, 5),
         st.integers(0, 3),
     ),
@@ -19,12 +19,10 @@ OPERATIONS = st.lists(
 
 
 class Schedule(Case):
-    """Random operations on a pool, with its own account of versions, deaths and requests."""
+    """Random operations on a pool, with its own account of deaths and requests."""
 
     def __init__(self) -> None:
         super().__init__("abc")
-        self.versions = dict.fromkeys("abc", 0)
-        self.newest = 0
         self.tasks: list[tuple[SamplingParams, asyncio.Task[Generation]]] = []
         self.known_dead: set[str] = set()
 
@@ -42,16 +40,12 @@ class Schedule(Case):
             self.tasks[(number * 4 + other) % len(self.tasks)][1].cancel()
         elif action == "die":
             engine.die()
-        elif action == "version":
-            self.pool.set_version(name, other)
-            self.versions[name] = other
         elif action == "restart":
             engine.die()
             self.engines[name] = HeldEngine()
-            self.pool.add(name, self.engines[name], other)
-            self.versions[name], calls[name] = other, 0
+            self.pool.add(name, self.engines[name])
+            calls[name] = 0
             self.known_dead.discard(name)
-        self.newest = max(self.newest, *self.versions.values())
         await settle()
         self.check(calls)
 
@@ -60,7 +54,6 @@ class Schedule(Case):
         for name, engine in self.engines.items():
             started = len(engine.calls) - calls[name]
             if started:
-                assert self.versions[name] == self.newest
                 assert name not in self.known_dead
             if engine.is_dead and started:
                 self.known_dead.add(name)
@@ -73,7 +66,7 @@ class Schedule(Case):
         for name, engine in self.engines.items():
             engine.die()
             self.engines[name] = HeldEngine()
-            self.pool.add(name, self.engines[name], self.newest)
+            self.pool.add(name, self.engines[name])
         await settle()
         for engine in self.engines.values():
             for number in range(len(engine.running)):
@@ -89,7 +82,7 @@ class Schedule(Case):
 
 @settings(max_examples=200, deadline=None)
 @given(OPERATIONS)
-def test_random_schedules_keep_the_counts_and_use_only_live_engines_with_the_newest_version(operations):
+def test_random_schedules_keep_the_counts_and_use_only_live_engines(operations):
     async def run():
         schedule = Schedule()
         for operation in operations:

@@ -18,7 +18,6 @@ class _Member:
     Attributes:
         name: its name in the pool.
         engine: the engine.
-        version: its verified weight version.
         num_running: requests that it is processing.
         num_requests: requests that it has received.
         last_request: ordinal of its last request in the pool.
@@ -27,7 +26,6 @@ class _Member:
 
     name: str
     engine: Engine
-    version: int
     num_running: int = 0
     num_requests: int = 0
     last_request: int = 0
@@ -37,9 +35,8 @@ class _Member:
 class EnginePool:
     """Distribute requests over engines. Use it from one event loop.
 
-    Only engines with the newest weight version receive requests. A session's requests go to the engine of its previous
-    one, which has its prefix in the cache; the first one goes to the engine with the fewest running requests. Where no
-    engine has the newest version, requests wait.
+    A session's requests go to the engine of its previous one, which has its prefix in the cache; the first one goes to
+    the engine with the fewest running requests.
 
     An engine whose call raises `EngineDiedError` leaves the pool, and its requests are sent to other engines with the
     same tokens and the same seed; each to at most two further ones, because it may be what crashes them. All other
@@ -47,15 +44,13 @@ class EnginePool:
 
     Args:
         engines: engines by name; names appear in errors and metrics.
-        version: weight version of all of them.
         awaits_restart: where no engine is left, requests wait until one is restarted (`add`) instead of failing.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], *, version: int = 0, awaits_restart: bool = False) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, awaits_restart: bool = False) -> None:
         if not engines:
             raise ValueError("an engine pool requires at least one engine, got none")
-        self._members = {name: _Member(name, engine, version) for name, engine in engines.items()}
-        self._newest = version
+        self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._awaits_restart = awaits_restart
         self._sessions: dict[str, _Member] = {}  # least recently used first
         self._num_requests = 0
@@ -63,33 +58,15 @@ class EnginePool:
         self._num_failovers = 0
         self._changed = asyncio.Event()
 
-    def set_version(self, name: str, version: int) -> None:
-        """Report a verified weight update of an engine. One that has left the pool stays out.
-
-        Report all engines of an update without an `await` in between; otherwise waiting requests go to the first ones.
-
-        Args:
-            name: name of the engine.
-            version: ordinal of the weights; requests go to engines with the highest one that was ever reported.
-
-        Raises:
-            ValueError: the pool has no engine of this name.
-        """
-        if name not in self._members:
-            raise ValueError(f"the pool has no engine {name!r}, only {', '.join(self._members)}; add it first")
-        self._members[name].version = version
-        self._notify(version)
-
-    def add(self, name: str, engine: Engine, version: int) -> None:
+    def add(self, name: str, engine: Engine) -> None:
         """Add an engine, or replace the one of this name after a restart.
 
         Args:
             name: name of the engine.
             engine: the engine; it can be the same object as before.
-            version: its verified weight version. Until that is the newest one, it receives no requests.
         """
-        self._members[name] = _Member(name, engine, version)
-        self._notify(version)
+        self._members[name] = _Member(name, engine)
+        self._notify()
 
     def remove(self, name: str) -> None:
         """Send no further requests to an engine. Those that it is processing end there.
@@ -103,7 +80,7 @@ class EnginePool:
         if name not in self._members or len(self._members) == 1:
             raise ValueError(f"expected one of several engines of the pool, {', '.join(self._members)}, got {name!r}")
         del self._members[name]
-        self._notify(self._newest)
+        self._notify()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`.
@@ -125,7 +102,7 @@ class EnginePool:
             except EngineDiedError as error:
                 member.error = str(error)
                 self._num_failovers += 1
-                self._notify(self._newest)
+                self._notify()
                 died.append(f"{member.name}: {error}")
                 if len(died) > _MAX_FAILOVERS:
                     raise EngineError(
@@ -154,11 +131,10 @@ class EnginePool:
     def _state(self, member: _Member) -> str:
         if member.error is not None:
             return f"failed: {member.error}"
-        state = "serves" if member.version == self._newest else f"waits for version {self._newest}"
-        return f"{state} (version {member.version}, {member.num_running} running)"
+        return f"serves ({member.num_running} running)"
 
     async def _member_for(self, session_id: str) -> _Member:
-        """Wait for an engine with the newest version and assign it to the session."""
+        """Assign an engine to the session, after waiting for one if none is left and one may be restarted."""
         while not (candidates := self._candidates()):
             if not self._awaits_restart and all(member.error is not None for member in self._members.values()):
                 raise EngineDiedError(f"none of {len(self._members)} engines is left ({self}); restart them")
@@ -176,10 +152,9 @@ class EnginePool:
         return member
 
     def _candidates(self) -> list[_Member]:
-        return [member for member in self._members.values() if member.error is None and member.version == self._newest]
+        return [member for member in self._members.values() if member.error is None]
 
-    def _notify(self, version: int) -> None:
+    def _notify(self) -> None:
         """Let waiting requests look for an engine again."""
-        self._newest = max(self._newest, version)
         self._changed.set()
         self._changed = asyncio.Event()

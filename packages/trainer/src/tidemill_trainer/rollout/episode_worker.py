@@ -150,7 +150,7 @@ class EpisodeWorker:
         """Send requests to an engine that was added or restarted, and has the current weights."""
         mailbox = self._mailbox(engine)
         if mailbox.reopen():
-            self._pool.add(_name(engine), mailbox, version=0)
+            self._pool.add(_name(engine), mailbox)
 
     async def drain(self, engine: int) -> None:
         """Send no further requests to an engine, and wait until it has answered those that it has."""
