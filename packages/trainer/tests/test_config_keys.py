@@ -25,6 +25,11 @@ from tidemill_trainer.config_keys import RENAMED, SHORT, paths_of
         ("trainer.temprature", r"did you mean rollout\.temperature\?"),
         ("algorithm.use_wings", r"known keys: adv_estimator, policy_loss, .*, clip_ratio_high"),
         ("lora.rank", r"known keys: model, data"),
+        ("critic.optim", r"critic\.optimizer for the critic"),
+        ("reward_model.model", r"is its key path, such as reward_model\.path"),
+        ("actor.fsdp_config", r"keys of the section engine"),
+        ("async_training.rank", r"use rollout\.max_staleness"),
+        ("distillation.rank", r"use the section teacher"),
     ],
 )
 def test_unknown_key_is_rejected_with_a_suggestion(config_file, key, advice):

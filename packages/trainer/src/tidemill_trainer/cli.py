@@ -169,7 +169,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
     plan.add_argument(
-        "--device-memory", metavar="SIZE", help="memory of a device, such as 141GiB (default: that of the GPU here)"
+        "--device-memory", metavar="SIZE", help="memory of a device, such as 139GiB (default: that of the GPU here)"
     )
     plan.add_argument(
         "--num-gpus", type=_count, help="GPUs of the cluster (default: those here, or else as many as are required)"

@@ -67,7 +67,12 @@ _ABSENT = {  # verl's keys that have no direct equivalent here
     "val_kwargs": "validation decodes greedily, with one response per problem",
     "resume_mode": "use the option --resume of the command to continue a run",
     "actor_rollout_ref": "use the sections model, engine, optimizer, actor and rollout",
-    "optim": "use the section optimizer",
+    "optim": "use the section optimizer, or critic.optimizer for the critic",
+    "fsdp_config": "use the keys of the section engine",
+    "megatron": 'use the keys of the section engine, with engine.backend="megatron"',
+    "async_training": "use rollout.max_staleness and rollout.partial_rollout",
+    "distillation": "use the section teacher, with algorithm.policy_loss and algorithm.adv_estimator",
+    "model": "the folder of the model of a role is its key path, such as reward_model.path",
     "overlong_buffer": "use algorithm.overlong_buffer_len and algorithm.overlong_penalty_factor",
     "custom_reward_function": 'use reward.function="path/file.py:name"',
 }

@@ -57,7 +57,7 @@ def plan(
 
 def _verdict(device_bytes: float | None, found: list[str]) -> str:
     if device_bytes is None:
-        return "no device memory was compared: this machine has no GPU; set --device-memory, such as 141GiB"
+        return "no device memory was compared: this machine has no GPU; set --device-memory, such as 139GiB"
     if found:
         return "it does not fit"
     return f"it fits into {device_bytes / GIB:.1f} GiB per device; leave 1 to 2 GiB for CUDA and fragmentation"
@@ -74,5 +74,5 @@ def _device_bytes(text: str | None) -> float | None:
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|MiB|GB|MB)", text)
     if match is None:
-        raise ConfigError(f"--device-memory must be a number with GiB, MiB, GB or MB, such as 141GiB; got {text!r}")
+        raise ConfigError(f"--device-memory must be a number with GiB, MiB, GB or MB, such as 139GiB; got {text!r}")
     return float(match[1]) * _UNITS[match[2]]
