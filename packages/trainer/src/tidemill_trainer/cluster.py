@@ -1,17 +1,15 @@
 """The processes of a run: Ray, the training workers and the SGLang engines."""
 
-import math
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
-from tidemill_trainer.doctor.machine import check_cluster, enforce
+from tidemill_trainer.doctor.machine import enforce
 from tidemill_trainer.doctor.room import check_room, demands, engine_demand
 from tidemill_trainer.gpu_defaults import in_one_line
 from tidemill_trainer.gpus import (
@@ -24,18 +22,9 @@ from tidemill_trainer.gpus import (
     shares_gpus,
     training_gpus,
 )
-from tidemill_trainer.out_of_memory import check_device_memory
 from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.ray_session import (
-    check_trainers,
-    node_resources,
-    remove_on_other_nodes,
-    signals_ignored,
-    start_ray,
-    start_training,
-    worker_environment,
-)
+from tidemill_trainer.ray_session import node_resources, worker_environment
 from tidemill_trainer.role_worker import RoleWorker
 from tidemill_trainer.roles import Role, own_workers
 from tidemill_trainer.rollout.engine_control import receive
@@ -44,14 +33,15 @@ from tidemill_trainer.rollout.engine_requests import EngineRequests
 from tidemill_trainer.rollout.engines import Engines
 from tidemill_trainer.rollout.episode_pool import EpisodePool
 from tidemill_trainer.rollout.worker import RolloutWorker, engine_name
+from tidemill_trainer.run_cluster import RunCluster
 from tidemill_trainer.run_dir import RunDir
-from tidemill_trainer.stalls.process import forget, role
+from tidemill_trainer.stalls.process import role
 from tidemill_trainer.stalls.watch import Watch
 from tidemill_trainer.waits import Waits, waits_of
 
 
-class Cluster:
-    """Start the processes on entry and stop them on exit, also after an error.
+class Cluster(RunCluster[Config]):
+    """Ray, the training workers, the engines and the episode workers.
 
     Args:
         config: configuration of the run.
@@ -60,78 +50,34 @@ class Cluster:
         has_training: start training workers; without them the engines serve `model.path`.
 
     Attributes:
-        actor: the group of `ActorWorker`s, one per training process.
-        roles: the groups of `RoleWorker`s of the roles with processes of their own.
         engines: the engines, each a group of one `RolloutWorker`.
         episodes: the processes that run episodes.
-        watch: the watch over the waits of the driver; the caller enters it.
     """
 
-    actor: RayWorkerGroup
-    roles: dict[Role, RayWorkerGroup]
     engines: Engines
     episodes: EpisodePool
 
     def __init__(self, config: Config, run: RunDir, progress: Progress, *, has_training: bool = True) -> None:
-        self._config = config
+        watch = Watch(Waits(waits_of(config)), run.logs, progress, self._queues, self._receive_requests)
+        super().__init__(config, run, progress, watch)
         self._has_training = has_training
-        self._run = run
-        self._progress = progress
         self._requests = EngineRequests(run.engine_requests)
-        self.watch = Watch(Waits(waits_of(config)), run.logs, progress, self._queues, self._receive_requests)
-        self._groups: list[RayWorkerGroup] = []
-        self._started: Engines | None = None
-        self._files: EngineFiles | None = None
-        self._pool: EpisodePool | None = None
-        self._owns_ray = False
 
-    def __enter__(self) -> Self:
-        try:
-            with self._progress.waiting("starting Ray"):
-                config = self._config
-                num_processes = config.rollout.num_engines + config.episode.num_workers
-                num_processes += sum(config.training_workers().values())
-                self._owns_ray = start_ray(config.trainer.ray_address, num_processes)
-            check_cluster(config, self._progress)
-            self._start_groups()
-        except BaseException:
-            self.close()
-            raise
-        return self
+    @property
+    def actor(self) -> RayWorkerGroup:
+        """The group of `ActorWorker`s, one per training process."""
+        return self.groups["actor"]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            check_device_memory(error, self._config, self._run.logs)
-            check_trainers(error, self._groups)
-        finally:
-            self.close()
+    @property
+    def roles(self) -> dict[Role, RayWorkerGroup]:
+        """The groups of `RoleWorker`s of the roles with processes of their own."""
+        return {role: self.groups[role] for role in own_workers(self._config)}
 
-    def close(self) -> None:
-        """Stop all processes of the run. A second call does nothing."""
-        groups, self._groups = self._groups, []
-        if self._started is not None:
-            groups += [engine.group for engine in self._started.all()]
-        self._started = None
-        files, self._files = self._files, None
-        pool, self._pool = self._pool, None
-        owns_ray, self._owns_ray = self._owns_ray, False
-        with signals_ignored(), ExitStack() as stack:  # runs all callbacks, last one first, even if one raises
-            if owns_ray:
-                stack.callback(ray.shutdown)
-            if files is not None:
-                stack.callback(files.remove)
-                if ray.is_initialized():
-                    stack.callback(remove_on_other_nodes, files, self._run.logs)
-            for group in groups:
-                stack.callback(group.shutdown)
-            stack.callback(self._requests.close)
-            if pool is not None:
-                stack.callback(pool.shutdown)
+    def _num_processes(self) -> int:
+        return super()._num_processes() + self._config.rollout.num_engines + self._config.episode.num_workers
 
-    def _start_groups(self) -> None:
-        logs, num_gpus = str(self._run.logs.resolve()), ray.cluster_resources().get("GPU", 0.0)
+    def _start(self) -> None:
+        num_gpus = ray.cluster_resources().get("GPU", 0.0)
         config = self._config = placed(self._config, num_gpus, has_training=self._has_training)
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
@@ -139,26 +85,39 @@ class Cluster:
         enforce(check_room(node_resources(), required), self._progress)
         if on_gpu(config.rollout.device, num_gpus):
             self._progress.info(in_one_line(config))
-        forget(self._run.logs)
-        self._files = EngineFiles.create()
-        no_leftovers = worker_environment(self._files.folder, address=config.trainer.ray_address)
-        env_vars = dict(no_leftovers)
-        if config.rollout.device == "cpu":  # also on a machine with GPUs
-            env_vars |= {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
+        files = self._create_files()
+        env_vars = worker_environment(files.folder, address=config.trainer.ray_address)
         if self._has_training:  # first: engines fill what the training workers leave free
-            self._start_training(on_gpu(config.engine.device, num_gpus), no_leftovers)
+            self._start_trainers(on_gpu(config.engine.device, num_gpus), env_vars)
+        if config.rollout.device == "cpu":  # also on a machine with GPUs
+            env_vars = env_vars | {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self._demand = engine_demand(config, num_gpus, "engines to add", 1)
-        self.engines = self._started = Engines(partial(self._start_engine, env_vars), config, self._progress)
+        self.engines = Engines(partial(self._start_engine, files, env_vars), config, self._progress)
+        self._stack.callback(self._stop_engines)
         self.engines.start_processes()
+        self._stack.callback(self._requests.close)
         self._requests.open()
-        self.episodes = self._pool = EpisodePool(
-            config.episode.num_workers, self.engines, logs, self._progress, self.watch
-        )
+        num_workers = config.episode.num_workers
+        self.episodes = EpisodePool(num_workers, self.engines, self._log_dir, self._progress, self.watch)
+        self._stack.callback(self.episodes.shutdown)
 
-    def _start_engine(self, env_vars: dict[str, str], number: int) -> RayWorkerGroup:
+    def _start_trainers(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
+        config, log_dir = self._config, self._log_dir
+        actor = RayClassWithInitArgs(ActorWorker, config, log_dir)
+        num_gpus = config.actor.num_gpus_per_worker if has_gpu else 0
+        self._start_training("actor", actor, config.actor.num_workers, num_gpus, env_vars)
+        for name, num_workers in own_workers(config).items():
+            worker = RayClassWithInitArgs(RoleWorker, config, log_dir, name)
+            self._start_training(name, worker, num_workers, 1.0 if has_gpu else 0, env_vars)
+
+    def _stop_engines(self) -> None:
+        with ExitStack() as stack:
+            for engine in self.engines.all():  # during the run, engines are replaced, added and removed
+                stack.callback(engine.group.shutdown)
+
+    def _start_engine(self, files: EngineFiles, env_vars: dict[str, str], number: int) -> RayWorkerGroup:
         """Start the process of an engine on any node."""
         config, needed = self._config, self._demand.resources
-        assert self._files is not None
         return RayWorkerGroup(
             RayResourcePool([1], num_cpus_per_worker=needed["CPU"], num_gpus_per_worker=needed["GPU"]),
             RayClassWithInitArgs(
@@ -166,8 +125,8 @@ class Cluster:
                 config.rollout,
                 config.model,
                 number,
-                self._files,
-                str(self._run.logs.resolve()),
+                files,
+                self._log_dir,
                 num_episodes=num_episodes_per_engine(config),
                 return_routed_experts=config.actor.router_replay.mode == "R3",
             ),
@@ -178,31 +137,7 @@ class Cluster:
         )
 
     def _receive_requests(self) -> None:
-        if self._started is not None:
-            receive(self._requests, self._started, self._demand)
-
-    def _start_training(self, has_gpu: bool, env_vars: dict[str, str]) -> None:
-        config, logs = self._config, str(self._run.logs.resolve())
-
-        def start(name: str, worker: RayClassWithInitArgs, num_workers: int, num_gpus: float) -> RayWorkerGroup:
-            group = start_training(
-                name,
-                worker,
-                config.actor,
-                num_workers=num_workers,
-                num_nodes=math.gcd(config.trainer.nnodes, num_workers),  # a role may have fewer processes
-                num_gpus=num_gpus if has_gpu else 0,
-                env_vars=env_vars,
-            )
-            self._groups.append(group)
-            return group
-
-        actor = RayClassWithInitArgs(ActorWorker, config, logs)
-        self.actor = start("actor", actor, config.actor.num_workers, config.actor.num_gpus_per_worker)
-        self.roles = {
-            role: start(role, RayClassWithInitArgs(RoleWorker, config, logs, role), num_workers, 1.0)
-            for role, num_workers in own_workers(config).items()
-        }
+        receive(self._requests, self.engines, self._demand)
 
     def wait_ready(self) -> None:
         """Wait until the training workers have loaded the model and the engines serve, and connect them."""

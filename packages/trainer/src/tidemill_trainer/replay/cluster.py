@@ -31,10 +31,10 @@ class ReplayCluster(SFTCluster):
         """The groups of the roles with processes of their own."""
         return {role: self.groups[role] for role in own_workers(self._config)}
 
-    def _workers(self, log_dir: str) -> dict[str, tuple[RayClassWithInitArgs, int, float]]:
+    def _workers(self) -> dict[str, tuple[RayClassWithInitArgs, int, float]]:
         config, actor = self._config, self._config.actor
-        policy = RayClassWithInitArgs(ActorWorker, config, log_dir)
+        policy = RayClassWithInitArgs(ActorWorker, config, self._log_dir)
         return {"actor": (policy, actor.num_workers, actor.num_gpus_per_worker)} | {
-            role: (RayClassWithInitArgs(RoleWorker, config, log_dir, role), num_workers, 1.0)
+            role: (RayClassWithInitArgs(RoleWorker, config, self._log_dir, role), num_workers, 1.0)
             for role, num_workers in own_workers(config).items()
         }
