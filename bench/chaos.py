@@ -56,9 +56,10 @@ REWARDS = """
 def right_digits(data_source, solution_str, ground_truth, extra_info):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
 """
-TIMES = (
+COUNTED = (  # times, and how often something was started again
     *("timing_s/", "perf/", "ledger/", "episode/seconds", "episode/addition/seconds"),
     *("weight_update/seconds", "weight_update/gb_per_s", "rollout/num_engine_restarts"),
+    "episode/num_worker_restarts",
 )
 _NOTES = re.compile(r"error:|.*(started again|is replaced|Restart \d|did not respond)")
 OWN = re.compile(r"driver|ray::\w+Worker$|sglang::")
@@ -309,7 +310,7 @@ def _check_equal(got: dict[Any, Any], expected: dict[Any, Any]) -> None:
 
 def _metrics(run: RunDir) -> dict[tuple[int, str], Any]:
     rows = (row for row in run.read_metrics() if row["phase"] == "rl")
-    return {(row["step"], name): row[name] for row in rows for name in row if not name.startswith(TIMES)}
+    return {(row["step"], name): row[name] for row in rows for name in row if not name.startswith(COUNTED)}
 
 
 def main() -> int:
