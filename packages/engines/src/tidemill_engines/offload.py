@@ -181,14 +181,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the placement of `tensor` and `local` as this rank's shard."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    """Return a tensor with the placement of `tensor` and `local`, on any device, as this rank's shard."""
+    # DTensor.from_local would move a copy on the CPU back to the device of the mesh.
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local

@@ -201,3 +201,13 @@ def test_cpu_checkpoint_keeps_gpu_random_state(tmp_path, one_process):
     engine.close()
     assert torch.equal(torch.get_rng_state(), of_cpu)
     assert torch.equal(torch.cuda.get_rng_state(), of_gpu)
+
+
+def test_background_checkpoint_needs_no_gpu_memory(tmp_path, one_process):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    engine = cuda_engine(path, checkpoint={"asynchronous": True})
+    engine.train_batch(make_batch(8, seed=5), sft_loss)
+    before = torch.cuda.memory_allocated()
+    engine.save_checkpoint(tmp_path / "saved", hf_path=tmp_path / "hf")
+    assert torch.cuda.memory_allocated() <= before
+    engine.close()
