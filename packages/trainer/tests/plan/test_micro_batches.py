@@ -48,7 +48,7 @@ def chosen(config, gib, num_gpus=1, given=()):
     ("model", "num_gpus", "gib", "expected"),
     [
         ("0.6B", 1, 79.1, (32768, False)),
-        ("0.6B", 1, 139.8, (32768, False)),
+        ("0.6B", 1, 139.8, (65536, False)),
         ("0.6B", 2, 79.1, (32768, False)),
         ("4B", 1, 79.1, (8192, True)),
         ("4B", 1, 139.8, (16384, False)),

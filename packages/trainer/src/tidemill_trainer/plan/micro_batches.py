@@ -13,7 +13,7 @@ from tidemill_trainer.plan.phases import PHASES, engine_parts, plan_devices, rol
 
 _SHARE = 0.8
 """Used share of a device. Estimates are within 15 % of measured peaks; the rest is for CUDA and a sleeping engine."""
-_TOKENS = (32768, 16384, 8192, 4096)
+_TOKENS = (65536, 32768, 16384, 8192, 4096)
 _ENOUGH = 16384
 """Tokens from which FSDP2 may keep gathered weights instead of using their memory for larger micro-batches."""
 
