@@ -30,6 +30,7 @@ def test_run_on_gpus_computes_in_bfloat16_with_compiled_layers(tmp_path, model):
     config = read(tmp_path, model())
     assert (config.engine.param_dtype, config.model.dtype, config.model.compile_layers) == ("bfloat16", "float32", True)
     assert (config.rollout.deterministic, config.rollout.mem_fraction_static) == (False, 0.8)
+    assert config.episode.num_workers == 4
     save_config(config, tmp_path / "saved.toml")
     assert load_config(tmp_path / "saved.toml") == config  # also where there is no GPU
     sft = read_config(SFTConfig, tmp_path / "run.toml", has_gpu=True)
@@ -40,13 +41,15 @@ def test_run_on_a_cpu_keeps_the_defaults_of_the_configuration(tmp_path, model):
     config = read(tmp_path, model(), has_gpu=False)
     assert (config.engine.param_dtype, config.model.compile_layers) == ("float32", False)
     assert config.rollout.deterministic
+    assert config.episode.num_workers == 1
     mixed = read(tmp_path, model(), "engine.device=cpu", "rollout.device=cuda", has_gpu=False)
     assert (mixed.engine.param_dtype, mixed.rollout.deterministic) == ("float32", False)
 
 
 def test_given_values_are_kept(tmp_path, model):
     given = ["engine.param_dtype=float32", "model.compile_layers=false", "rollout.deterministic=true"]
-    config = read(tmp_path, model(), *given, "rollout.num_gpus_per_engine=0.5")
+    config = read(tmp_path, model(), *given, "rollout.num_gpus_per_engine=0.5", "episode.num_workers=2")
+    assert config.episode.num_workers == 2
     assert (config.engine.param_dtype, config.model.compile_layers) == ("float32", False)
     assert (config.rollout.deterministic, config.rollout.mem_fraction_static) == (True, 0.5)
 

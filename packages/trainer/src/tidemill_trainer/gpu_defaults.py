@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _SHARED = 0.5  # engine and training at the same time on one GPU
 _ALONE = 0.8  # nothing else is on the GPU while the engine generates
+_EPISODE_WORKERS = 4  # one process alone would start and score the episodes of a step one after the other
 
 _OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -24,6 +25,7 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
     | `model.compile_layers` | true for FSDP2 and a dense language model without adapters |
     | `rollout.deterministic` | false |
     | `rollout.mem_fraction_static` | 0.8, or 0.5 if an engine shares its GPU at the same time |
+    | `episode.num_workers` | 4 |
 
     Those of micro-batches and offloading depend on the memory of the GPUs, see `plan/micro_batches.py`.
 
@@ -40,6 +42,7 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
     if _is_on_gpu(rollout, has_gpu):
         shares = rollout.get("num_gpus_per_engine", 1) < 1
         found["rollout"] = {"deterministic": False, "mem_fraction_static": _SHARED if shares else _ALONE}
+        found["episode"] = {"num_workers": _EPISODE_WORKERS}
     return {
         name: missing
         for name, values in found.items()
