@@ -321,7 +321,8 @@ def test_next_start_removes_files_of_killed_command(start, recipe):
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_killed_run_trains_the_problems_of_an_uninterrupted_run(start, recipe, max_staleness):
-    name, step = f"killed-later-{max_staleness}", random.randint(3, 12)
+    # The save of step 4 waits for that of step 2: once step 4 is printed, there is a checkpoint.
+    name, step = f"killed-later-{max_staleness}", random.randint(4, 12)
     bound = [f"rollout.max_staleness={max_staleness}", "algorithm.bypass_mode=true"]
     command = start(*recipe, *bound, f"trainer.name={name}", "trainer.save_freq=2", "trainer.total_steps=500")
     command.wait_for(rf"rl +{step} ")
