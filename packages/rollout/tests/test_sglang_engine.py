@@ -49,7 +49,8 @@ def test_interrupted_requests_continue_from_their_tokens(engine):
             while await num_running(engine) < 4:
                 await asyncio.sleep(0.01)
             await client.interrupt()
-            assert await num_running(engine) == 0
+            while await num_running(engine) > 0:  # SGLang publishes it only once its scheduler is idle
+                await asyncio.sleep(0.01)
             assert not any(call.done() for call in calls)
             engine.tokenizer_manager.record_config_updates("test", weight_version=version)
             client.proceed()
