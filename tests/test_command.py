@@ -122,7 +122,7 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     command.find(victim).kill()
     assert command.end() == 1
     command.check_one_error(message)
-    assert "no checkpoint to continue from. Set trainer.save_freq" in command.output
+    assert "before its first checkpoint. Start it again from the beginning with: tidemill train" in command.output
 
 
 @pytest.fixture(scope="module")

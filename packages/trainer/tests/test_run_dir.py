@@ -88,15 +88,27 @@ def test_resume_without_a_name_uses_the_newest_run_of_the_stem(tmp_path):
     assert _open(_config(tmp_path), "mine", resume=True).path == run.path
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_run_with_metrics_but_no_checkpoint_is_not_overwritten(tmp_path, resume):
+def test_run_without_a_checkpoint_begins_again_only_by_resume(tmp_path):
     config = _config(tmp_path, "trainer.name=a")
+    _begin(_open(config, "x", resume=False), saved=False)
+    with pytest.raises(ConfigError, match="exists already; continue it with --resume"):
+        _open(config, "x", resume=False)
+    run = _open(config, "x", resume=True)
+    assert len(run.read_metrics()) == len(run.read_rollouts()) == 1
+    warnings: list[str] = []
+    for _ in range(2):
+        run.begin(warnings.append)
+        assert run.read_metrics() == run.read_rollouts() == []
+    assert warnings == ["the run has no checkpoint yet, so it begins again and its metrics are removed"]
+
+
+def test_run_that_saves_no_checkpoint_cannot_be_resumed(tmp_path):
+    config = _config(tmp_path, "trainer.name=a", "trainer.save_freq=-1")
     run = _open(config, "x", resume=False)
     _begin(run, saved=False)
-    with pytest.raises(ConfigError, match=r"no checkpoint to resume from .*trainer\.save_freq.* another trainer\.name"):
-        _open(config, "x", resume=resume)
-    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
-        run.check_resumable()
+    for value in (-1, 5):
+        with pytest.raises(ConfigError, match=r"saves no checkpoint \(trainer\.save_freq=-1\); choose another"):
+            _open(_config(tmp_path, "trainer.name=a", f"trainer.save_freq={value}"), "x", resume=True)
     assert len(run.read_metrics()) == len(run.read_rollouts()) == 1
 
 
@@ -106,7 +118,6 @@ def test_run_whose_start_failed_can_start_again_with_other_settings(tmp_path, re
     run.metrics.write_text('{"step": 0, "ph')
     assert _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=0.5"), "x", resume=resume).path == run.path
     assert load_config(run.config).optimizer.lr == 0.5
-    run.check_resumable()
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -122,12 +133,14 @@ def test_run_in_use_is_rejected_and_unchanged(tmp_path, resume):
 
 def test_message_of_a_stopped_run_explains_how_to_continue(tmp_path):
     run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
-    assert f"before its first step. Start it again with: tidemill train {run.config}" in run.how_to_continue("train")
+    first = run.how_to_continue("train", saves=True)
+    assert f"before its first step. Start it again with: tidemill train {run.config}" in first
     assert _open(load_config(run.config), "config", resume=False).path == run.path
     _begin(run, saved=False)
-    assert re.search(r"a stopped after step 1 and has no checkpoint .*trainer\.save_freq", run.how_to_continue("train"))
+    assert re.search(r"1, before its first checkpoint.* --resume$", run.how_to_continue("train", saves=True))
+    assert re.search(r"1 and saves no checkpoint \(.*save_freq=-1\)", run.how_to_continue("train", saves=False))
     _begin(run)
-    assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue("train")
+    assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue("train", saves=True)
 
 
 def _hold(config, opened):

@@ -47,7 +47,9 @@ def start_ray(address: str | None, num_processes: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15
-    if address is not None:
+    if address is None:  # this machine's GCS does not come back after its death, for which Ray would wait 60 s
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    else:
         _check_reachable(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:

@@ -198,7 +198,8 @@ def _training(config: Config, progress: Progress) -> _Work[Config]:
         inputs = load_inputs(config, progress)
         return lambda config, run: _fit(config, inputs, run, progress)
 
-    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("train"))
+    saves = config.trainer.save_freq >= 0
+    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("train", saves=saves))
 
 
 def _sft(config: SFTConfig, progress: Progress) -> _Work[SFTConfig]:
@@ -206,7 +207,8 @@ def _sft(config: SFTConfig, progress: Progress) -> _Work[SFTConfig]:
         inputs = load_sft_inputs(config, progress)
         return lambda config, run: _fit_sft(config, inputs, run, progress)
 
-    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("sft"))
+    saves = config.trainer.save_freq >= 0
+    return _Work(prepare=prepare, after_stop=lambda run: run.how_to_continue("sft", saves=saves))
 
 
 def _train(

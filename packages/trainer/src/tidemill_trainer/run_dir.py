@@ -84,29 +84,29 @@ class RunDir:
         """Return whether the run has metrics or a checkpoint. A run whose start failed has neither."""
         return self.newest_checkpoint() is not None or next(_read(self.metrics), None) is not None
 
-    def check_resumable(self) -> None:
-        """Reject a run that would lose its metrics by starting again.
+    def how_to_continue(self, command: str, *, saves: bool) -> str:
+        """Return how to continue a run of `tidemill {command}` that stopped early, for the user.
 
-        Raises:
-            ConfigError: the run has metrics but no checkpoint.
+        Args:
+            saves: whether the run saves checkpoints.
         """
-        if self.newest_checkpoint() is None and self.has_data():
-            raise ConfigError(
-                f"the run {self.path} has metrics but no checkpoint to resume from (see trainer.save_freq); choose "
-                "another trainer.name to start a new run"
-            )
-
-    def how_to_continue(self, command: str) -> str:
-        """Return how to continue a run of `tidemill {command}` that stopped early, for the user."""
-        done = max((row["step"] for row in self.read_metrics()), default=0)
         saved = self.newest_checkpoint()
+        done = max((row["step"] for row in self.read_metrics()), default=0)
         text = f"The run in {self.path} stopped after step {done}"
         again = f"tidemill {command} {self.config}"
         if saved is not None:
             return f"{text}. Continue from the checkpoint of step {saved} with: {again} --resume"
+        if self.has_data() and not saves:
+            return f"{text} and saves no checkpoint (trainer.save_freq=-1), so it cannot continue."
         if self.has_data():
-            return f"{text} and has no checkpoint to continue from. Set trainer.save_freq to save checkpoints earlier."
+            return f"{text}, before its first checkpoint. Start it again from the beginning with: {again} --resume"
         return f"The run in {self.path} stopped before its first step. Start it again with: {again}"
+
+    def begin(self, warn: Callable[[str], None]) -> None:
+        """Remove the metrics of an attempt that ended before its first checkpoint, and report it to `warn`."""
+        if next(_read(self.metrics), None) is not None:
+            warn("the run has no checkpoint yet, so it begins again and its metrics are removed")
+        self.remove_after(-1)  # also an incomplete line
 
     def remove_after(self, step: int) -> None:
         """Remove metrics, rollouts and forks of steps after `step`, which a resumed run repeats."""
@@ -138,19 +138,23 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
         resume: continue in an existing folder: the one with the configured name, or the newest with this stem.
 
     Raises:
-        ConfigError: the folder of a new run exists already, there is no run to resume, it has no checkpoint, it has
+        ConfigError: the folder of a new run exists already, there is no run to resume, it saves no checkpoints, it has
             another configuration (the message names the keys), or another process uses it.
     """
     config = with_absolute_paths(config)
     run = _find(config, stem) if resume else _create(config, stem)
     with _locked(run):
         if run.has_data():
-            run.check_resumable()
-            if resume:
-                check_same(config, read_config(type(config), run.config), run, "resume")
-            else:
+            if not resume:
                 raise ConfigError(
                     f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
+                )
+            old = read_config(type(config), run.config)
+            check_same(config, old, run, "resume")
+            if run.newest_checkpoint() is None and old.trainer.save_freq < 0:  # it may be complete
+                raise ConfigError(
+                    f"the run {run.path} cannot be resumed, because it saves no checkpoint (trainer.save_freq=-1); "
+                    "choose another trainer.name to start a new run"
                 )
         # The file contains the run's name, so it is sufficient to resume.
         trainer = replace(config.trainer, name=run.path.name)

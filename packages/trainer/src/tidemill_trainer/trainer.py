@@ -144,8 +144,7 @@ class Trainer:
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
             return step
-        self._run.check_resumable()
-        self._run.remove_after(-1)  # an incomplete line at most
+        self._run.begin(self._progress.warn)
         self._record.remove_after(-1)
         self._rollouts.resume(0, self._checkpoints.path(0) / _IN_FLIGHT)
         if self._config.warmup.max_steps > 0:

@@ -96,8 +96,7 @@ class SFTTrainer:
             self._run.remove_after(step)
             self._progress.info(f"continuing after step {step} from {path}")
             return step
-        self._run.check_resumable()
-        self._run.remove_after(-1)  # an incomplete line at most
+        self._run.begin(self._progress.warn)
         if self._val is not None:
             timing = Timing(self._waits)
             with timing("testing"):
