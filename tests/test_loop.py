@@ -25,7 +25,6 @@ from tidemill_trainer.replay.plan import replay_plan
 from tidemill_trainer.replay.steps import repeat_steps
 from tidemill_trainer.report import write_report
 from tidemill_trainer.role_groups import RoleGroups
-from tidemill_trainer.rollout.client import RayEngine
 from tidemill_trainer.rollout.episode_file import load_episodes
 from tidemill_trainer.run_dir import RunDir
 from tidemill_trainer.trainer import Trainer
@@ -324,13 +323,6 @@ def test_engine_that_dies_between_two_calls_has_the_weights_of_the_next_update(e
     os.kill(ray.get(cluster.engines.workers[0].tidemill_describe.remote()).pid, signal.SIGKILL)
     cluster.engines.update_weights("after its death")
     assert ray.get(cluster.engines.workers[0].get_weight_version.remote()) == "after its death"
-
-
-def test_adapter_calls_reach_the_engine(cluster):
-    engine = RayEngine(cluster.engines.workers[0], "rollout_0", tp_size=1, timeout_s=60)
-    assert engine.adapters() == []
-    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
-        engine.unload_adapter("policy")
 
 
 def test_failed_rewards_are_counted_and_the_run_continues(train_in, warmed_up, make_config):

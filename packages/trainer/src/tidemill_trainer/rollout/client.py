@@ -4,11 +4,11 @@ from functools import cached_property
 from typing import Any
 
 import ray
-from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
+from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 
 class RayEngine:
-    """The `EngineClient` and `AdapterClient` of a `RolloutWorker`, used by the training workers.
+    """The `EngineClient` of a `RolloutWorker`, used by the training workers.
 
     Args:
         actor: handle of the worker's actor.
@@ -50,15 +50,6 @@ class RayEngine:
 
     def get_weight_version(self) -> str:
         return self._call("get_weight_version")
-
-    def adapters(self) -> list[str]:
-        return self._call("adapters")
-
-    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        self._call("load_adapter", name, config, bucket)
-
-    def unload_adapter(self, name: str) -> None:
-        self._call("unload_adapter", name)
 
     def _call(self, method: str, *args: object, **kwargs: object) -> Any:
         return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout_s)

@@ -13,7 +13,7 @@ from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_engines import ModelConfig
 from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
-from tidemill_weight_update import BucketHandle, LoraConfig, PauseMode, Request
+from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.gpus import Gpu
@@ -321,15 +321,6 @@ class RolloutWorker(Worker):
 
     def get_weight_version(self) -> str:
         return self._require_client().get_weight_version()
-
-    def adapters(self) -> list[str]:
-        return self._require_client().adapters()
-
-    def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
-        self._require_client().load_adapter(name, config, bucket)
-
-    def unload_adapter(self, name: str) -> None:
-        self._require_client().unload_adapter(name)
 
     def _require_client(self) -> "LocalEngine":
         if self._client is None:
