@@ -210,7 +210,7 @@ class Bench:
         with self._node() as node:
             start = time.monotonic()
             try:
-                run = self._run(node, run, outcome, rng)
+                self._run(node, run, outcome, rng)
                 outcome.seconds = time.monotonic() - start
                 self._check_result(run, outcome.staleness)
                 self._check_nothing_left(node)
@@ -221,8 +221,8 @@ class Bench:
         shutil.rmtree(run.path)
         return outcome
 
-    def _run(self, node: Node, run: RunDir, outcome: Outcome, rng: random.Random) -> RunDir:
-        """Run until the end, with a kill; return the folder of the run that ended."""
+    def _run(self, node: Node, run: RunDir, outcome: Outcome, rng: random.Random) -> None:
+        """Run with a kill, and resume the run if it has not ended."""
         arguments = [*self._arguments, f"rollout.max_staleness={outcome.staleness}"]
         command = self._start(node, run.path.name, *arguments)
         wait_s = rng.uniform(0, self.seconds)
@@ -238,18 +238,13 @@ class Bench:
         status = command.finish(self._deadline_s, node)
         outcome.ends.append(command.end())
         if status == 0:
-            return run
-        if run.newest_checkpoint() is not None:
-            command = self._start(node, run.path.name, str(run.config), "--resume")
-        else:  # nothing to resume: a new run
-            run = RunDir(run.path.with_name(f"{run.path.name}-again"))
-            command = self._start(node, run.path.name, *arguments)
+            return
+        saved = run.newest_checkpoint()
+        again = [str(run.config), "--resume"] if run.config.is_file() else arguments  # killed before it had a folder
+        command = self._start(node, run.path.name, *again)
         if command.finish(self._deadline_s, node) != 0:
             raise FaultError(f"the run could not be continued: {command.end()}")
-        outcome.ends.append(
-            f"{'resumed' if run.path.name == f'seed-{outcome.seed}' else 'started again'}: {command.end()}"
-        )
-        return run
+        outcome.ends.append(f"{'begun again' if saved is None else f'resumed after step {saved}'}: {command.end()}")
 
     def _kill(self, node: Node, command: Command, rng: random.Random) -> str:
         """Kill a random process; return its kind and when it was."""
