@@ -2,7 +2,7 @@ import inspect
 
 from tidemill_trainer.rollout.client import RayEngine
 from tidemill_trainer.rollout.worker import RolloutWorker
-from tidemill_weight_update import AdapterClient, EngineClient
+from tidemill_weight_update import EngineClient
 
 
 def _methods(protocol):
@@ -11,12 +11,9 @@ def _methods(protocol):
     }
 
 
-def test_worker_and_client_implement_the_protocols_of_the_updater():
-    for protocol in (EngineClient, AdapterClient):
-        methods = _methods(protocol)
-        assert len(methods) >= 3
-        for name, signature in methods.items():
-            for cls in (RayEngine, RolloutWorker):
-                assert inspect.signature(getattr(cls, name)).parameters.keys() == signature.parameters.keys(), name
-    engine = RayEngine(None, "rollout_0", tp_size=1, timeout_s=1.0)
-    assert isinstance(engine, AdapterClient)
+def test_worker_and_client_implement_the_protocol_of_the_updater():
+    methods = _methods(EngineClient)
+    assert len(methods) >= 3
+    for name, signature in methods.items():
+        for cls in (RayEngine, RolloutWorker):
+            assert inspect.signature(getattr(cls, name)).parameters.keys() == signature.parameters.keys(), name
