@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
-from tidemill_dispatch import WorkerError
+from tidemill_dispatch import CallTimeoutError, WorkerError
 from tidemill_trainer.checkpoint_saver import CheckpointSaver
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 from tidemill_trainer.stalls.report import StallError
@@ -16,9 +16,10 @@ class Workers:
     def __init__(self):
         self.is_done = False
         self.error = None
-        self.num_waits = 0
+        self.num_calls = self.num_waits = 0
 
     def is_written(self, waits):
+        self.num_calls += 1
         if self.error is not None:
             raise self.error
         self.num_waits += waits
@@ -68,9 +69,18 @@ def test_failed_write_keeps_the_previous_checkpoint(saver, workers, checkpoints,
     checkpoints.save(1, write)
     saver.save(2, write)
     workers.error = OSError("no space left")
-    with pytest.raises(CheckpointError, match=r"cannot save .*step_000002: no space left; the newest .*step_000001"):
+    message = r"cannot save .*step_000002: no space left; the newest .*step_000001"
+    with pytest.raises(CheckpointError, match=message), saver:
         saver.commit()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_workers_that_do_not_answer_are_waited_for_once(saver, workers):
+    workers.error = CallTimeoutError(group="actor", method="finish_checkpoint", timeout_s=1.0, still_running=(0,))
+    saver.save(1, write)
+    with pytest.raises(CallTimeoutError), saver:
+        saver.commit(waits=True)
+    assert workers.num_calls == 1
 
 
 def _worker_error(**more):

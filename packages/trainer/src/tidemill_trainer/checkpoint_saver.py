@@ -51,13 +51,15 @@ class CheckpointSaver:
         Raises:
             CheckpointError: a worker could not write it; earlier checkpoints are unchanged.
         """
-        if self._pending is None:
+        step, self._pending = self._pending, None  # one that fails is not committed on exit
+        if step is None:
             return
-        with self._waits("save_checkpoint"), self._checkpoints.removed_on_error(self._pending):
+        with self._waits("save_checkpoint"), self._checkpoints.removed_on_error(step):
             is_written = self._is_written(waits)
         if is_written:
-            step, self._pending = self._pending, None
             self._checkpoints.commit(step)
+        else:
+            self._pending = step
 
 
 def _answer(error: BaseException) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tidemill_dispatch import CallTimeoutError, WorkerDiedError
+
 FORMAT = 1
 HF_FOLDER = "huggingface"
 """Subfolder of a checkpoint with the policy in Hugging Face format."""
@@ -72,9 +74,14 @@ class Checkpoints:
 
     @contextmanager
     def removed_on_error(self, step: int) -> Iterator[None]:
-        """Remove the prepared checkpoint of `step` if the block raises an error, which becomes a CheckpointError."""
+        """Remove the prepared checkpoint of `step` if the block raises an error, which becomes a CheckpointError.
+
+        Errors of workers that died or do not answer pass: they are no fault of the checkpoint.
+        """
         try:
             yield
+        except (CallTimeoutError, WorkerDiedError):
+            raise  # a worker may still write; the next save removes its files
         except Exception as error:
             shutil.rmtree(self._partial(step), ignore_errors=True)
             raise CheckpointError(f"cannot save {self.path(step)}: {_first_line(error)}; {self._newest()}") from error
