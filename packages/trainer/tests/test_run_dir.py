@@ -99,7 +99,9 @@ def test_run_without_a_checkpoint_begins_again_only_by_resume(tmp_path):
     for _ in range(2):
         run.begin(warnings.append)
         assert run.read_metrics() == run.read_rollouts() == []
-    assert warnings == ["the run has no checkpoint yet, so it begins again and its metrics are removed"]
+    [moved] = run.path.glob("stopped-*")
+    assert warnings == [f"the run has no checkpoint, so it begins again; the metrics of its steps are now in {moved}"]
+    assert len(RunDir(moved).read_metrics()) == len(RunDir(moved).read_rollouts()) == 1
 
 
 def test_run_that_saves_no_checkpoint_cannot_be_resumed(tmp_path):

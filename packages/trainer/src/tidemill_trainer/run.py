@@ -275,16 +275,13 @@ def _run(config: ConfigT, stem: str, progress: Progress, work: _Work[ConfigT], *
 
 
 def _prepare_restart(run: RunDir, error: WorkerDiedError, number: str, progress: Progress) -> bool:
-    """Report which worker died and where the run continues; return whether it has a checkpoint to resume from.
-
-    Without a checkpoint, the steps that were done are removed, except from the ledger, which counts them as undone.
-    """
+    """Report which worker died and where the run continues; return whether it has a checkpoint to resume from."""
     saved = run.newest_checkpoint()
     where = "from the beginning, because there is no checkpoint" if saved is None else f"after step {saved}"
     reason = str(error).splitlines()[0]
     progress.warn(f"{reason}. Restart {number} (trainer.max_restarts): the run continues {where}")
     if saved is None:
-        run.remove_after(-1)
+        run.begin(progress.warn)
     return saved is not None
 
 

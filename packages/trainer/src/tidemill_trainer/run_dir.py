@@ -103,10 +103,14 @@ class RunDir:
         return f"The run in {self.path} stopped before its first step. Start it again with: {again}"
 
     def begin(self, warn: Callable[[str], None]) -> None:
-        """Remove the metrics of an attempt that ended before its first checkpoint, and report it to `warn`."""
+        """Move the metrics of an attempt without a checkpoint to a folder of their own, and report it to `warn`."""
         if next(_read(self.metrics), None) is not None:
-            warn("the run has no checkpoint yet, so it begins again and its metrics are removed")
-        self.remove_after(-1)  # also an incomplete line
+            folder = self.path / f"stopped-{time.strftime('%Y%m%d-%H%M%S')}"
+            folder.mkdir()
+            for file in filter(Path.is_file, (self.metrics, self.rollouts, self.forks)):
+                file.rename(folder / file.name)
+            warn(f"the run has no checkpoint, so it begins again; the metrics of its steps are now in {folder}")
+        self.remove_after(-1)  # an incomplete line
 
     def remove_after(self, step: int) -> None:
         """Remove metrics, rollouts and forks of steps after `step`, which a resumed run repeats."""
@@ -201,6 +205,8 @@ def _locked(run: RunDir) -> Iterator[None]:
         yield
 
 
+_OTHER_ROLES = ("reference", "critic", "teacher", "reward_model")
+
 # Keys that may change in a resumed run without changing the experiment, in addition to all timeouts.
 _MAY_CHANGE = frozenset(
     {
@@ -218,8 +224,9 @@ _MAY_CHANGE = frozenset(
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_workers", "num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
-        *(f"{role}.num_workers" for role in ("reference", "critic", "teacher", "reward_model")),
-        "rollout.max_log_prob_abs_diff",
+        *(f"{role}.{key}" for role in _OTHER_ROLES for key in ("num_workers", "param_offload")),
+        *("weight_update.bucket_bytes", "weight_update.memory"),
+        *("rollout.max_log_prob_abs_diff", "rollout.max_restarts"),
     }
 )
 
