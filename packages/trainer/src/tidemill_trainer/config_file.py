@@ -78,9 +78,9 @@ def read_config(
     _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
     config = _with_paths(parse_config(kind, data), os.path.expanduser)
     if isinstance(config, Config) and has_gpu and config.engine.device != "cpu":
-        device_bytes = (
-            min((gpu.free_bytes for gpu in read_gpus()), default=None) if device_bytes is None else device_bytes
-        )
+        if device_bytes is None:
+            gpus = read_gpus(visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+            device_bytes = min((gpu.free_bytes for gpu in gpus), default=None)
         if device_bytes is not None:
             from tidemill_trainer.plan.micro_batches import with_micro_batches  # imports transformers
 

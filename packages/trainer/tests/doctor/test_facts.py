@@ -1,8 +1,10 @@
+import os
 import shutil
 
+import pytest
 from tidemill_testing.tiny import tiny_model
 from tidemill_trainer.doctor.comparisons import differing
-from tidemill_trainer.doctor.facts import digests, read_facts
+from tidemill_trainer.doctor.facts import digests, read_facts, read_gpus
 
 
 def test_facts_of_this_machine_are_complete():
@@ -34,3 +36,18 @@ def test_digests_of_a_model_differ_if_header_size_or_config_differ(tmp_path):
 
 def test_model_that_cannot_be_read_is_described(tmp_path):
     assert digests(tmp_path / "absent") == f"found no config.json in {tmp_path / 'absent'}"
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1, 2]), ("", []), ("2", [2]), ("1, 0", [0, 1]), ("GPU-c", [2]), ("GPU-a1,GPU-b", [0, 1])],
+)
+def test_hidden_gpus_are_left_out(monkeypatch, tmp_path, visible, indices):
+    """The output is that of nvidia-smi on a machine with three GPUs."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\ncase $1 in --query-gpu*)\nfor gpu in 0,GPU-a1 1,GPU-b1 2,GPU-c1; do echo $gpu,9,5; done\nesac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [gpu.index for gpu in read_gpus(visible=visible)] == indices

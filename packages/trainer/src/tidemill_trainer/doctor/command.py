@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
+
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, read_config, with_absolute_paths
+from tidemill_trainer.data import DataError
 from tidemill_trainer.doctor.facts import NodeFacts, read_facts
 from tidemill_trainer.doctor.finding import Finding
 from tidemill_trainer.doctor.leftovers import clean, describe
@@ -16,10 +19,12 @@ from tidemill_trainer.doctor.machine import inspect_machine
 from tidemill_trainer.doctor.node_checks import check_leftovers, check_node
 from tidemill_trainer.doctor.room import Resources, check_room, demands
 from tidemill_trainer.gpus import placed
+from tidemill_trainer.out_of_memory import DeviceMemoryError
 from tidemill_trainer.preflight import check_model, check_policy
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_config import BaseTrainerConfig, RunConfig
 from tidemill_trainer.sft.config import SFTConfig
+from tidemill_trainer.stalls.report import StallError
 
 _BETWEEN_GPUS = "all-reduces between all pairs of GPUs of a node"
 
@@ -55,8 +60,11 @@ def doctor(
             from tidemill_trainer.doctor.log_probs import compare_log_probs
 
             findings += compare_log_probs(config, progress)
-    except ConfigError as error:
+    except (ConfigError, DataError, ConnectionError) as error:
         progress.fail(str(error))
+        return 1
+    except (DeviceMemoryError, WorkerError, WorkerDiedError, CallTimeoutError, StallError) as error:
+        progress.fail(str(error).partition("remote traceback")[0].rstrip())
         return 1
     return _report(findings, progress)
 
@@ -81,8 +89,8 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
     if address is None:
         facts = read_facts(None, None, describe(Path(run_dir)))
         progress.info(f"{facts.name}: {_summary(facts.versions)}, {facts.num_cpus} CPUs, {len(facts.gpus)} GPUs")
-        of_machine = check_node(facts) if config is None else inspect_machine(config)
-        return [*of_machine, *check_leftovers(facts), *_measure_gpus(facts, progress)]
+        of_machine = check_node(facts) if config is None else [*inspect_machine(config), *check_leftovers(facts)]
+        return [*of_machine, *_measure_gpus(facts, progress)]
     from tidemill_trainer.doctor.survey import Survey
     from tidemill_trainer.ray_session import node_resources
 

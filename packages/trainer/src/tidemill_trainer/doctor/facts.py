@@ -146,8 +146,12 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def read_gpus() -> tuple[GPU, ...]:
-    """Return the GPUs as nvidia-smi reports them; none where it is not installed or finds no driver."""
+def read_gpus(*, visible: str | None = None) -> tuple[GPU, ...]:
+    """Return the GPUs as nvidia-smi reports them; none where it is not installed or finds no driver.
+
+    Args:
+        visible: only these GPUs, as CUDA_VISIBLE_DEVICES has them; None: all.
+    """
     if shutil.which("nvidia-smi") is None:
         return ()
     try:
@@ -163,8 +167,15 @@ def read_gpus() -> tuple[GPU, ...]:
             processes=tuple((int(pid), name) for gpu, pid, name in apps if gpu == uuid),
         )
         for index, uuid, total, free in rows
-        if total.isdecimal() and free.isdecimal()  # a GPU that shares the memory of the CPU has no numbers
+        if _is_visible(index, uuid, visible)
+        and total.isdecimal()
+        and free.isdecimal()  # a GPU that shares the memory of the CPU has no numbers
     )
+
+
+def _is_visible(index: str, uuid: str, visible: str | None) -> bool:
+    names = [] if visible is None else [name.strip() for name in visible.split(",")]
+    return visible is None or index in names or any(name and uuid.startswith(name) for name in names)
 
 
 def _query(what: str) -> list[list[str]]:

@@ -48,7 +48,9 @@ def compare_log_probs(config: Config, progress: Progress) -> list[Finding]:
         EpisodeTask(number=number, problem=problem, sample=0, seed=number, is_shown=False)
         for number, problem in enumerate(problems)
     ]
-    with tempfile.TemporaryDirectory(prefix="tidemill-doctor-") as folder:
+    parent = Path(config.trainer.run_dir)  # which all nodes share
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent) as folder:
         episodes, batch = _sample(config, tasks, RunDir(Path(folder)), progress)
     if batch is None:
         reasons = {summary.outcome.reason for summary in episodes.summaries}
