@@ -65,8 +65,20 @@ def test_end_of_the_run_ends_the_wait(tmp_path):
     (tmp_path / "requests" / "old.request").write_text("{}")
     requests.open()  # without requests to an earlier attempt
     answers = send(tmp_path / "requests", "remove", count=1, name="rollout_1", is_running=lambda: False)
-    with pytest.raises(EngineRequestError, match="the run ended before"):
+    with pytest.raises(EngineRequestError, match="the run ended or started again before"):
         list(answers)
+
+
+def test_run_that_starts_again_ends_the_wait(tmp_path):
+    requests = EngineRequests(tmp_path / "requests")
+    requests.open()
+
+    def is_running():
+        requests.close()
+        return True
+
+    with pytest.raises(EngineRequestError, match="the run ended or started again before"):
+        list(send(tmp_path / "requests", "add", count=1, name=None, is_running=is_running))
 
 
 def test_answer_to_an_interrupted_command_creates_no_file(tmp_path):

@@ -107,7 +107,11 @@ def send(
         position = 0
         while True:
             runs = is_running()  # before the last look at the file
-            lines = answers.read_bytes()[position:] if answers.exists() else b""
+            lines = b""
+            if answers.exists():
+                lines = answers.read_bytes()[position:]
+            else:
+                runs = False  # the run has removed it, because it ends or starts again
             complete = lines[: lines.rfind(b"\n") + 1]
             position += len(complete)
             for line in complete.splitlines():
@@ -117,8 +121,8 @@ def send(
                     return
             if not runs:
                 raise EngineRequestError(
-                    "the run ended before the request was fulfilled; if it failed, --resume continues it with "
-                    "rollout.num_engines engines"
+                    "the run ended or started again before the request was fulfilled; if it failed, --resume continues "
+                    "it with rollout.num_engines engines"
                 )
             time.sleep(_POLL_S)
     finally:
