@@ -88,7 +88,7 @@ class Rollouts:
         self._num_issued = config.rollout.n + self._has_baselines  # episodes of each problem
         limit = config.algorithm.max_num_gen_batches
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
-        self._seen_forks = {fork["reason"] for fork in run.read_forks()}
+        self._seen_forks: set[str] = set()
 
     def save(self, folder: Path) -> None:
         """Write what has finished of the later steps that have started to `folder`; without any, write nothing.
@@ -122,6 +122,7 @@ class Rollouts:
                 num_problems=info["num_problems"], num_episodes=num_episodes, num_tokens=num_tokens
             )
         self._ledger.resume(step, in_flight)
+        self._seen_forks = {fork["reason"] for fork in self._run.read_forks()}
         for number, (episodes, info) in saved.items():
             self._steps[number] = _Step()
             baselines = greedy[number][0] if greedy else None

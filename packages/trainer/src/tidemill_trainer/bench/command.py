@@ -35,8 +35,12 @@ def bench_config(path: Path, overrides: Sequence[str], *, num_steps: int, length
         overrides = [*overrides, f"rollout.response_lengths={parse_lengths(lengths)}"]
     made = write_inputs(read_config(Config, path, overrides), num_steps)
     config = read_config(Config, path, [*overrides, *made])
+    has_name = any(override.partition("=")[0].strip() == "trainer.name" for override in overrides)
     trainer = replace(
         config.trainer,
+        name=config.trainer.name if has_name else None,
+        logger=(),
+        save_batches=False,
         total_steps=num_steps,
         stop_at_accuracy=None,
         val_before_train=False,
