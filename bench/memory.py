@@ -1,10 +1,12 @@
-"""Memory of each process of a run on a CPU, step by step.
+"""Memory of each process of a run, and of each GPU, step by step.
 
-    python bench/memory.py [--steps 120] [section.key=value ...]
+    python bench/memory.py [--steps 120] [section.key=value ...]            the demo's model on a CPU
+    python bench/memory.py --model qwen3-0.6b [--lengths lognormal:100,512] [section.key=value ...]
 
-trains the demo's model and prints a row for every tenth step: MiB of resident memory of the driver, the training
-workers, the engine's processes together and the episode workers, then the growth per 100 steps, which is the slope of a
-line through the second half of the steps. The first half has compilation, caches and the allocator's arenas.
+prints a row for every tenth step: MiB of resident memory of the driver, the training workers, the engine's processes
+together and the episode workers, on GPUs also the memory in use and the most that a training worker allocated for
+tensors in that step; then the growth per 100 steps, which is the slope of a line through the second half of the steps.
+The first half has compilation, caches and the allocator's arenas. --model is a model of `tidemill bench`.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from tidemill_trainer.bench.sampler import gpu_handles
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.run_dir import RunDir
@@ -42,17 +45,28 @@ def resident_mib(run: RunDir, driver: psutil.Process) -> dict[str, float]:
     return found
 
 
-def measure(overrides: list[str], num_steps: int, folder: Path) -> list[dict[str, float]]:
-    """Run the demo and return the memory after each step."""
-    given = [*write_assets(folder / "assets"), *_SMALL, f"trainer.run_dir={folder}", "trainer.name=run"]
-    command = ["train", str(DEMO_CONFIG), *given, f"trainer.total_steps={num_steps}", *overrides]
-    run, rows = RunDir(folder / "run"), []
-    process = subprocess.Popen([sys.executable, "-m", "tidemill_trainer", *command], stdout=sys.stderr)
+def command(model: str | None, lengths: str, num_steps: int, folder: Path) -> list[str]:
+    """Return the command of the run, without the overrides of the user."""
+    place = [f"trainer.run_dir={folder}", "trainer.name=run"]
+    if model is not None:
+        return ["bench", f"--steps={num_steps}", "--warmup=1", f"--lengths={lengths}", f"model.path={model}", *place]
+    given = [*write_assets(folder / "assets"), *_SMALL, f"trainer.total_steps={num_steps}"]
+    return ["train", str(DEMO_CONFIG), *given, *place]
+
+
+def measure(arguments: list[str], folder: Path) -> list[dict[str, float]]:
+    """Run the command and return the memory after each step."""
+    run, rows, gpus = RunDir(folder / "run"), [], gpu_handles()
+    process = subprocess.Popen([sys.executable, "-m", "tidemill_trainer", *arguments], stdout=sys.stderr)
     while process.poll() is None:
         time.sleep(0.2)
-        num_done = len(run.read_metrics())
-        if num_done > len(rows):  # a step that is shorter than the pause repeats the sample
-            rows += [resident_mib(run, psutil.Process(process.pid))] * (num_done - len(rows))
+        lines = run.read_metrics()
+        if len(lines) > len(rows):  # a step that is shorter than the pause repeats the sample
+            row = resident_mib(run, psutil.Process(process.pid))
+            row |= {f"gpu_{number}": used() / 2**20 for number, used in enumerate(gpus)}
+            if "perf/max_memory_allocated_gb" in lines[-1] and gpus:
+                row["tensors"] = lines[-1]["perf/max_memory_allocated_gb"] * 1024
+            rows += [row] * (len(lines) - len(rows))
     if process.returncode:
         raise RuntimeError(f"the run failed with status {process.returncode}; see {run.logs}")
     return rows[:-1]  # processes of the last one may have ended
@@ -61,9 +75,12 @@ def measure(overrides: list[str], num_steps: int, folder: Path) -> list[dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--model")
+    parser.add_argument("--lengths", default="lognormal:100,512")
     arguments, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(overrides, arguments.steps, Path(folder))
+        given = command(arguments.model, arguments.lengths, arguments.steps, Path(folder))
+        rows = measure([*given, *overrides], Path(folder))
     names = sorted(rows[-1])
     print("step  " + "".join(f"{name:>13}" for name in names))
     for step in range(10, len(rows) + 1, 10):

@@ -68,7 +68,7 @@ def test_figures_are_those_of_the_measured_steps(result):
 
 def test_page_names_the_phase_that_costs_most(result):
     text = page(result)
-    assert "A step takes 11.00 s (median of 3 steps after 2 for warm-up; 10.00 to 12.00)" in text
+    assert "11.00 s on average (median 11.00, 10.00 to 12.00; 3 steps after 2 for warm-up), with 909 tokens/s" in text
     assert "Most of it is **generation**: 50.0%" in text
     assert "2 x NVIDIA H200" in text
     assert "| share of peak memory bandwidth while decoding | unknown | unknown | unknown |" in text  # no GPU here

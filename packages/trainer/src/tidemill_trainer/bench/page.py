@@ -13,6 +13,9 @@ def page(result: Mapping[str, Any]) -> str:
     slowest, share = next(iter(result["phase_shares"].items()))
     seconds = result["rates"]["seconds"]
     count, machine = len(result["steps"]), result["machine"]
+    steps = [(step["rates"]["seconds"], step["rates"]["tokens/s"]) for step in result["steps"]]
+    total_s = sum(step_s for step_s, _ in steps)
+    tokens_per_s = sum(step_s * rate for step_s, rate in steps) / total_s
     where = (
         f"{result['num_gpus']:g} x {machine.get('gpu', 'GPU of unknown type')}"
         if result["num_gpus"]
@@ -21,9 +24,10 @@ def page(result: Mapping[str, Any]) -> str:
     lines = [
         f"# `{result['command']}`",
         "",
-        f"{where}, {result['date']}, commit {result['commit'] or 'unknown'}. A step takes {seconds['median']:.2f} s "
-        f"(median of {count} steps after {result['warmup_steps']} for warm-up; {seconds['min']:.2f} to "
-        f"{seconds['max']:.2f}). Most of it is **{slowest}**: {share:.1%}.",
+        f"{where}, {result['date']}, commit {result['commit'] or 'unknown'}. A step takes {total_s / count:.2f} s on "
+        f"average (median {seconds['median']:.2f}, {seconds['min']:.2f} to {seconds['max']:.2f}; {count} steps after "
+        f"{result['warmup_steps']} for warm-up), with {tokens_per_s:,.0f} tokens/s. Most of it is **{slowest}**: "
+        f"{share:.1%}.",
         "",
         *_table(
             ("phase", "share", "median s", "min", "max", "note"),
