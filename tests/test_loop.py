@@ -78,14 +78,17 @@ def test_rollout_and_training_agree_at_every_step(eight_steps):
         assert row["weight_update/version"] == row["step"]
 
 
-@pytest.mark.parametrize("partial_rollout", ["true", "false"])
-def test_later_batches_are_generated_during_training_within_the_bound(train_in, warmed_up, partial_rollout):
+@pytest.mark.parametrize(
+    "options",
+    [["rollout.partial_rollout=true"], ["rollout.partial_rollout=false"], ["rollout.recompute_kv_cache=false"]],
+)
+def test_later_batches_are_generated_during_training_within_the_bound(train_in, warmed_up, options):
     """Rows of several steps run at the same time, and an update interrupts some of them."""
     run, _ = train_in(
         warmed_up,
         "rollout.max_staleness=2",
         "algorithm.bypass_mode=true",
-        f"rollout.partial_rollout={partial_rollout}",
+        *options,
         "trainer.save_samples=16",
     )
     steps = _steps(run)

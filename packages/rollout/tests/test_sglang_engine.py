@@ -65,6 +65,45 @@ def test_interrupted_requests_continue_from_their_tokens(engine):
         assert all(count > 0 for _, count in other.versions)
 
 
+class CountingEngine(SGLangEngine):
+    """An engine that notes the tokens whose keys and values each request found in SGLang's prefix cache."""
+
+    def __init__(self, engine, **options):
+        super().__init__(engine, **options)
+        self.cached = []
+
+    async def _run(self, *args):
+        output = await super()._run(*args)
+        self.cached.append(output["meta_info"]["cached_tokens"])
+        return output
+
+
+def test_interrupted_requests_keep_their_keys_and_values_and_new_ones_do_not_find_them(engine):
+    async def run():
+        client = CountingEngine(engine, recompute_kv_cache=False)
+        sampling = replace(LONG, max_tokens=160)
+        expected = await client.generate(PROMPT, sampling, session_id="a")
+        while await num_running(engine) > 0:
+            await asyncio.sleep(0.01)
+        client.proceed()
+        call = asyncio.create_task(client.generate(PROMPT, sampling, session_id="a"))
+        while await num_running(engine) == 0:
+            await asyncio.sleep(0.01)
+        await client.interrupt()
+        client.proceed()
+        interrupted, num_before = await call, len(client.cached)
+        assert (await client.generate(PROMPT, sampling, session_id="a")).token_ids == expected.token_ids
+        return expected, interrupted, client.cached, num_before
+
+    expected, interrupted, cached, num_before = engine.loop.run_until_complete(asyncio.wait_for(run(), 300))
+    assert interrupted.token_ids == expected.token_ids
+    assert interrupted.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+    (_, first), (_, second) = interrupted.versions
+    assert first + second == 160
+    assert num_before == 3
+    assert cached == [0, 0, len(PROMPT) + first - 1, 0]  # all but the last token, whose log-probs are needed
+
+
 def test_abort_that_nobody_asked_for_is_an_error(engine):
     async def run():
         client = SGLangEngine(engine)

@@ -150,6 +150,7 @@ def test_reward_model_requires_room_for_one_more_token(config_file):
             ["rollout.max_staleness=1", "algorithm.bypass_mode=true", "rollout.partial_rollout=false"],
             r"rollout\.partial_rollout=true with rollout\.max_staleness=1",
         ),
+        (["rollout.recompute_kv_cache=false"], r"rollout\.recompute_kv_cache=true: the memory of keys and values"),
     ],
 )
 def test_turns_that_are_impossible_are_refused_with_their_keys(config_file, overrides, message):

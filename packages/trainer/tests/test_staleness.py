@@ -14,6 +14,7 @@ def _batch(*versions):
 def test_each_token_has_the_age_of_its_version():
     batch = _batch([("3", 2), ("5", 1)], [], [("4", 3)])
     assert staleness_of(batch, 5).tolist() == [2, 2, 0, 1, 1, 1]
+    assert staleness_of(batch, 5, of_keys=True).tolist() == [2, 2, 2, 1, 1, 1]
     metrics = check_staleness(batch, 5, 2)
     assert metrics == {
         "staleness/mean": pytest.approx(7 / 6),

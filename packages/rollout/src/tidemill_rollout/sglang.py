@@ -80,21 +80,25 @@ class SGLangEngine:
 
     Args:
         engine: the engine. SGLang aborts a request in it when its call is cancelled.
-        arguments: further arguments of each `Engine.async_generate`, such as `{"return_routed_experts": True}`.
+        arguments: further arguments of each `GenerateReqInput`, such as `{"return_routed_experts": True}`.
+        recompute_kv_cache: compute the keys and values of interrupted requests again. False: they continue with those
+            that SGLang's prefix cache still has, which the weight update must not flush. Requests that start after
+            `proceed` never find these: they have another `extra_key`.
     """
 
-    def __init__(self, engine: Any, *, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self, engine: Any, *, arguments: Mapping[str, Any] = MappingProxyType({}), recompute_kv_cache: bool = True
+    ) -> None:
         self._engine = engine
         self._arguments = dict(arguments)
+        self._recomputes = recompute_kv_cache
+        self._num_updates = 0
         self._num_running = 0
         self._may_run = asyncio.Event()
         self._may_run.set()
 
     async def interrupt(self) -> None:
-        """End all requests in the engine, between two tokens. They and new ones wait until `proceed`.
-
-        What SGLang has computed for them is freed: their keys and values are computed again, under the weights of then.
-        """
+        """End all requests in the engine, between two tokens. They and new ones wait until `proceed`."""
         self._may_run.clear()
         while self._num_running > 0:  # again for requests that had not reached SGLang's scheduler
             self._engine.tokenizer_manager.abort_request(abort_all=True)
@@ -102,6 +106,7 @@ class SGLangEngine:
 
     def proceed(self) -> None:
         """Continue the interrupted requests, and let new ones start."""
+        self._num_updates += 1
         self._may_run.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
@@ -113,9 +118,11 @@ class SGLangEngine:
             )
         parts: list[Generation] = []
         prompt, limit = list(token_ids), sampling.max_tokens
+        await self._may_run.wait()
+        key = None if self._recomputes else str(self._num_updates)
         while limit is None or limit > 0:
             await self._may_run.wait()
-            output = await self._run(prompt, replace(sampling, max_tokens=limit))
+            output = await self._run(prompt, replace(sampling, max_tokens=limit), key)
             is_interrupted = not self._may_run.is_set()
             parts.append(to_generation(output, is_interrupted=is_interrupted))
             if output["meta_info"]["finish_reason"]["type"] != "abort":
@@ -124,15 +131,19 @@ class SGLangEngine:
             limit = None if limit is None else limit - len(parts[-1].token_ids)
         return _joined(parts)
 
-    async def _run(self, token_ids: list[int], sampling: SamplingParams) -> Mapping[str, Any]:
+    async def _run(self, token_ids: list[int], sampling: SamplingParams, key: str | None) -> Mapping[str, Any]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
         self._num_running += 1
         try:
-            return await self._engine.async_generate(
+            request = GenerateReqInput(
                 input_ids=token_ids,
                 sampling_params=sglang_sampling(sampling),
                 return_logprob=True,
+                extra_key=key,
                 **self._arguments,
             )
+            return await anext(self._engine.tokenizer_manager.generate_request(request, None))
         except Exception as error:  # SGLang raises ValueError, HTTPException and errors of its own
             raise EngineError(f"SGLang refused or aborted the request: {type(error).__name__}: {error}") from error
         finally:

@@ -96,6 +96,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             dtype=dtype,
             device=device,
             link=None if link_host is None else GroupLink(host=link_host),
+            in_flight="wait" if self._config.rollout.recompute_kv_cache else "in_place",  # the latter flushes no cache
             timeout_s=update.timeout_s / 3,  # time out on an engine that hangs before calls to the others time out
         )
 

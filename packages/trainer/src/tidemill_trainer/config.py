@@ -79,6 +79,8 @@ class RolloutConfig:
             which requires a correction: `algorithm.bypass_mode`, or one of its `rollout_is` and `rollout_rs`.
         partial_rollout: an update interrupts running requests, which continue from their tokens under the new weights.
             false: the update waits until they have finished.
+        recompute_kv_cache: interrupted requests compute the keys and values of their tokens again, under the new
+            weights. false: they keep those of the old weights, which saves the time; engines in turns cannot.
         max_log_prob_abs_diff: the run stops when the mean difference of the log-probs of rollout and training is
             larger (see `tidemill_trainer.mismatch`). None: a limit by dtype.
         timeout_s: timeout of the engine's start and of the generation of one reply.
@@ -102,6 +104,7 @@ class RolloutConfig:
     engine_args: dict[str, Any] = field(default_factory=dict)
     max_staleness: CountOrZero = 0
     partial_rollout: bool = True
+    recompute_kv_cache: bool = True
     max_log_prob_abs_diff: Positive | None = None
     timeout_s: Positive = 1800.0
     max_restarts: CountOrZero = 3
@@ -288,6 +291,11 @@ class Config(RunConfig):
         )
         missing = against_turns(self)
         require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
+        require(
+            self.rollout.partial_rollout or self.rollout.recompute_kv_cache,
+            "rollout.recompute_kv_cache=false requires rollout.partial_rollout=true: no request runs during an update "
+            "that waits until they have finished",
+        )
         mode = self.actor.router_replay.mode
         require(
             mode == "disabled" or self.engine.backend == "megatron",

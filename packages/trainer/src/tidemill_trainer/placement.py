@@ -48,4 +48,6 @@ def against_turns(config: "Config") -> str | None:
             f"rollout.partial_rollout=true with rollout.max_staleness={rollout.max_staleness}: the engines stop when a "
             "batch is complete, so unfinished requests must be interrupted"
         )
+    if not rollout.recompute_kv_cache:
+        return "rollout.recompute_kv_cache=true: the memory of keys and values is freed while the GPUs train"
     return None

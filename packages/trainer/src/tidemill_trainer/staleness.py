@@ -1,7 +1,6 @@
 """How old the weights were that sampled the tokens of a batch."""
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from tidemill_dataproto import DataProto
@@ -11,17 +10,19 @@ class StalenessError(RuntimeError):
     """A token is older than `rollout.max_staleness` allows; the message has its row."""
 
 
-def staleness_of(batch: DataProto, version: int) -> torch.Tensor:
+def staleness_of(batch: DataProto, version: int, *, of_keys: bool = False) -> torch.Tensor:
     """Return the number of updates between the weights that sampled each token and those that are trained.
 
     Args:
         batch: rows with the object column `versions`: runs of (version, number of tokens).
         version: version of the weights that are trained, which is the number of updates so far.
+        of_keys: count from the weights that computed the oldest keys and values of the row instead, if they are kept.
 
     Returns:
         int64 [T], for the T tokens with mask 1, row after row.
     """
-    runs: Sequence[tuple[str, int]] = list(chain.from_iterable(batch.non_tensor_batch["versions"]))
+    rows = batch.non_tensor_batch["versions"]
+    runs: Sequence[tuple[str, int]] = [(row[0][0] if of_keys else name, count) for row in rows for name, count in row]
     ages = torch.tensor([version - int(name) for name, _ in runs], dtype=torch.int64)
     return ages.repeat_interleave(torch.tensor([count for _, count in runs], dtype=torch.int64))
 

@@ -64,11 +64,12 @@ class TrainingStep:
             MismatchError: the log-probs of rollout and training do not agree.
         """
         assert episodes.rows is not None
+        of_keys = not self._config.rollout.recompute_kv_cache
         with timing("old_log_prob"):
             metrics = check_staleness(episodes.rows, step - 1, self._config.rollout.max_staleness)
             batch = self._learner.infer(episodes.rows.select())  # which adds and removes columns
             if not self._config.algorithm.bypass_mode and not self._learner.is_on_policy:
-                metrics |= self._gate.check(batch, staleness_of(batch, step - 1), num_engine_restarts)
+                metrics |= self._gate.check(batch, staleness_of(batch, step - 1, of_keys=of_keys), num_engine_restarts)
         with timing("adv"):
             if self._config.reward_model.path is not None:
                 episodes = add_scores(episodes, batch, self._config)
@@ -79,7 +80,7 @@ class TrainingStep:
             batch, of_update = self._learner.update(batch, step)
             metrics |= of_update
             if self._learner.is_on_policy:
-                metrics |= self._gate.check(batch, staleness_of(batch, step - 1), num_engine_restarts)
+                metrics |= self._gate.check(batch, staleness_of(batch, step - 1, of_keys=of_keys), num_engine_restarts)
         with timing("adv"):
             metrics |= self._batch_metrics(batch, scored)
         return Trained(episodes=episodes, batch=batch, metrics=metrics)

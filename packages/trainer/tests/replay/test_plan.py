@@ -131,12 +131,12 @@ def test_run_without_record_and_other_folders_are_refused(run, tmp_path, monkeyp
     assert "expected two steps such as 3:8, got '5:3'" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("override", ["rollout.deterministic=false", "rollout.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "override", ["rollout.deterministic=false", "rollout.dtype=bfloat16", "rollout.recompute_kv_cache=false"]
+)
 def test_generation_that_cannot_be_repeated_is_refused(run, override):
     save_config(load_config(run.config, [override]), run.config)
-    with pytest.raises(
-        ConfigError, match=r"with rollout.deterministic=true and .*, got .*; replay without --generation"
-    ):
+    with pytest.raises(ConfigError, match=r"with rollout.deterministic=true, .*, got .*; replay without --generation"):
         replay_plan(run.path, None, [], has_generation=True)
     assert replay_plan(run.path, None, []).start == 2
 

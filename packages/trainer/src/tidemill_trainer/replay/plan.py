@@ -88,10 +88,11 @@ def replay_plan(
 
 def _check_deterministic(config: Config) -> None:
     rollout = config.rollout
-    if not rollout.deterministic or rollout.dtype != "float32":
+    if not rollout.deterministic or rollout.dtype != "float32" or not rollout.recompute_kv_cache:
         raise ConfigError(
-            'the generation can be replayed with rollout.deterministic=true and rollout.dtype="float32", got '
-            f'{str(rollout.deterministic).lower()} and "{rollout.dtype}"; replay without --generation'
+            'the generation can be replayed with rollout.deterministic=true, rollout.dtype="float32" and '
+            f"rollout.recompute_kv_cache=true, got {str(rollout.deterministic).lower()}, "
+            f'"{rollout.dtype}" and {str(rollout.recompute_kv_cache).lower()}; replay without --generation'
         )
 
 

@@ -202,7 +202,14 @@ class RolloutWorker(Worker):
         threading.Thread(target=self._engine.loop.run_forever, name="engine", daemon=True).start()
         self._client = LocalEngine(self._engine, timeout_s=self._config.timeout_s)
         experts = {"return_routed_experts": True} if self._return_routed_experts else {}
-        self._requests = SGLangEngine(self._engine, arguments=experts)
+        recomputes = self._config.recompute_kv_cache
+        if not recomputes and self._engine.server_args.disable_radix_cache:
+            raise ValueError(
+                "rollout.recompute_kv_cache=false requires SGLang's prefix cache, which these arguments disable, or "
+                f"deterministic inference with {self._engine.server_args.attention_backend!r} attention does: drop "
+                "disable_radix_cache from rollout.engine_args, or set rollout.deterministic=false"
+            )
+        self._requests = SGLangEngine(self._engine, arguments=experts, recompute_kv_cache=recomputes)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def connect_episode_workers(self, workers: Sequence[Any]) -> None:
