@@ -21,6 +21,10 @@ def nan(checkpoint):
     checkpoint[K][1, 3] = float("nan")
 
 
+def nan_in_first_bucket(checkpoint):
+    checkpoint["embed.weight"][0, 0] = float("nan")
+
+
 def infinite(checkpoint):
     checkpoint[K][1, 3] = -float("inf")
 
@@ -55,6 +59,7 @@ NOT_FINITE = rf"1 of the tensors have infinite or NaN elements: '{K}'"
 RANK = r"engine 0 of 1 \(toy\): rank \d(, \d)*: .*"
 BAD = {
     nan: (ValueError, NOT_FINITE),
+    nan_in_first_bucket: (ValueError, r"1 of the tensors have infinite or NaN elements: 'embed.weight'"),
     infinite: (ValueError, NOT_FINITE),
     wider: (RuntimeError, rf"{RANK}load_weights failed at source '{K}' \(2, 9\)"),
     longer: (RuntimeError, rf"{RANK}only a part of these tensors: '{ATTN}.q_proj.weight' \(64 of 72 elements\)"),

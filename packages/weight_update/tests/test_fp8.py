@@ -139,8 +139,8 @@ class Float8Model(nn.Module):
             own.copy_(tensor.narrow(0, self.rank * own.shape[0], own.shape[0]) if tensor.dim() == 2 else tensor)
 
 
-def _update(dtype: torch.dtype) -> None:
-    values, norm = matrix((512, 256)).to(dtype), torch.randn(256).bfloat16()
+def _update() -> None:
+    values, norm = matrix((512, 256)).bfloat16(), torch.randn(256).bfloat16()
     dist.broadcast(norm, 0)
     (held,) = _placed("rows", values)
     engines = [ToyEngine(2, model=Float8Model)] if dist.get_rank() == 0 else []
@@ -156,9 +156,8 @@ def _update(dtype: torch.dtype) -> None:
         assert all(torch.equal(model.norm.data, norm) for model in engine.models)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sharded_trainer_updates_a_float8_engine(dtype):
-    run_ranks(_update, 4, dtype)
+def test_sharded_trainer_updates_a_float8_engine():
+    run_ranks(_update, 4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -25,9 +25,9 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def engine(request, tmp_path) -> Iterator[MlpEngine]:
-    engine = MlpEngine(request.param, tmp_path)
+@pytest.fixture
+def engine(tmp_path) -> Iterator[MlpEngine]:
+    engine = MlpEngine(2, tmp_path)
     yield engine
     engine.close()
 
@@ -41,17 +41,4 @@ def test_engine_of_another_family_answers_as_the_trainer(engine):
         assert engine.get_weight_version() == str(version)
         torch.testing.assert_close(engine.answer(X), model(X).detach())
     assert not {name for name in engine.modules() if "sglang" in name}
-    updater.close()
-
-
-def test_engine_of_another_family_refuses_incomplete_weights(engine):
-    updater = WeightUpdater([engine])
-    model = Mlp()
-    updater.update(model.state_dict().items(), weight_version=1)
-    with pytest.raises(RuntimeError, match=r"no tensor was sent for these parameters of the engine: 'down'"):
-        updater.update([(n, t) for n, t in Mlp().state_dict().items() if n != "down_proj.weight"], weight_version=2)
-    with pytest.raises(RuntimeError, match=r"no parameter for these tensors: 'gate.weight'"):
-        updater.update([("gate.weight", torch.zeros(1)), *Mlp().state_dict().items()], weight_version=3)
-    assert engine.get_weight_version() == "1"
-    torch.testing.assert_close(engine.answer(X), model(X).detach())
     updater.close()

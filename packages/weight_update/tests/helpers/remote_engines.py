@@ -20,7 +20,6 @@ from engine_state import LoaderState
 from tidemill_testing import ranks
 from tidemill_weight_update import Request
 from tidemill_weight_update.control import board
-from tidemill_weight_update.control.board import has_exited
 from tidemill_weight_update.receive.receiver import Receiver
 from tidemill_weight_update.remote.nccl import NcclWire
 from tidemill_weight_update.remote.wire import GlooWire
@@ -147,7 +146,7 @@ class RankProcess:
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + 100
         while not os.path.exists(self.path):
-            assert not has_exited(self.pid), "the engine rank has ended"
+            assert not board.has_exited(self.pid, board.here()), "the engine rank has ended"
             assert time.monotonic() < deadline, "the engine rank does not start"
             time.sleep(0.02)
 

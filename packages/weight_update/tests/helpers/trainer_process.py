@@ -25,7 +25,6 @@ class TrainerSpec:
         checkpoints: folders of the checkpoints that are sent in turn.
         device: device of the trainer's tensors.
         bucket_bytes: as in `WeightUpdater`.
-        dtype: name of the dtype that is sent, or None for no cast.
         rounds: how many times the checkpoints are sent.
         link: whether the trainer pretends to be on another machine; then `sent` counts the bytes sent over the link.
     """
@@ -35,7 +34,6 @@ class TrainerSpec:
     checkpoints: tuple[str, ...]
     device: str = "cpu"
     bucket_bytes: int = 1 << 16
-    dtype: str | None = None
     rounds: int = 1
     link: bool = False
 
@@ -125,9 +123,8 @@ def main(spec: TrainerSpec, rank: int, environment: dict[str, str]) -> None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=spec.world_size)
     connection = Client(os.path.join(spec.folder, "engine"), authkey=AUTHKEY) if rank == 0 else None
     engines = [] if connection is None else [EngineProxy(connection)]
-    dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
     link = GroupLink() if spec.link else None
-    updater = WeightUpdater(engines, bucket_bytes=spec.bucket_bytes, dtype=dtype, link=link)
+    updater = WeightUpdater(engines, bucket_bytes=spec.bucket_bytes, link=link)
     sent = pretend_to_be_remote() if spec.link else []
     stats = []
     for version in range(spec.rounds):

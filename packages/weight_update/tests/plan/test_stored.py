@@ -46,7 +46,8 @@ SOURCES = [
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """`make(**arguments)`: a model whose class is in a file, as an engine's are."""
+    """`make(**arguments)`: a model whose class is in a file, as an engine's are; plans are stored in `tmp_path`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "halves.py").write_text(CODE)
     importlib.invalidate_caches()
@@ -54,18 +55,18 @@ def make(tmp_path, monkeypatch):
     sys.modules.pop("halves", None)
 
 
-def cover(model: nn.Module, folder, sources=SOURCES, identity=("1.0", 0)):
+def cover(model: nn.Module, sources=SOURCES, identity=("1.0", 0)):
     """Return the plan, and whether it was recorded."""
-    plan = StoredPlans(model, identity, folder).get(sources, lambda: record(model, sources))
+    plan = StoredPlans(model, identity).get(sources, lambda: record(model, sources))
     return plan, bool(model.num_loads)
 
 
-def test_plan_is_recorded_once_for_equal_models(make, tmp_path):
-    first, recorded = cover(make(), tmp_path / "plans")
+def test_plan_is_recorded_once_for_equal_models(make):
+    first, recorded = cover(make())
     assert recorded
     assert (len(first.copies), len(first.fills), list(first.through_loader)) == (2, 1, ["summed"])
     assert first.unused == ("unused",)
-    second, recorded = cover(make(), tmp_path / "plans")
+    second, recorded = cover(make())
     assert not recorded
     assert second == first
 
@@ -75,7 +76,7 @@ def test_plan_is_recorded_once_for_equal_models(make, tmp_path):
     ["identity", "dtype", "shape", "order", "parameter", "setting", "code", "type of an attribute"],
 )
 def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
-    cover(make(), tmp_path / "plans")
+    cover(make())
     model, sources, identity = make(), list(SOURCES), ("1.0", 0)
     if change == "identity":
         identity = ("1.0", 1)
@@ -93,31 +94,30 @@ def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
         model.helper = object()
     else:
         (tmp_path / "halves.py").write_text(CODE + "# another version\n")
-    _, recorded = cover(model, tmp_path / "plans", sources, identity)
+    _, recorded = cover(model, sources, identity)
     assert recorded
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: data.replace(b'"0"', b'"1"'), lambda _: b""])
 def test_damaged_file_is_replaced(make, tmp_path, caplog, damage):
-    plan, _ = cover(make(), tmp_path / "plans")
-    [path] = (tmp_path / "plans").iterdir()
+    plan, _ = cover(make())
+    [path] = (tmp_path / "tidemill" / "plans").iterdir()
     path.write_bytes(damage(path.read_bytes()))
-    again, recorded = cover(make(), tmp_path / "plans")
+    again, recorded = cover(make())
     assert recorded
     assert again == plan
     assert f"the stored plan {path} is damaged; it is recorded again" in caplog.text
-    assert cover(make(), tmp_path / "plans") == (plan, False)
+    assert cover(make()) == (plan, False)
 
 
 def test_folder_that_cannot_be_written_is_logged(make, tmp_path, caplog):
-    (tmp_path / "plans").write_text("a file")
+    (tmp_path / "tidemill").write_text("a file")
     for _ in range(2):
-        assert cover(make(), tmp_path / "plans")[1]
+        assert cover(make())[1]
     assert "cannot store the plan" in caplog.text
 
 
-def test_folder_is_in_the_users_cache(make, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cover(make(), None)
-    [path] = (tmp_path / "cache" / "tidemill" / "plans").iterdir()
+def test_folder_is_in_the_users_cache(make, tmp_path):
+    cover(make())
+    [path] = (tmp_path / "tidemill" / "plans").iterdir()
     assert path.name.startswith("Halves-")

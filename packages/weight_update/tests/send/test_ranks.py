@@ -52,7 +52,7 @@ def _stopped(victim: int) -> tuple[str, bool]:
     return message, all(holds(engine, tensors(2)) for engine in engines)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
     for rank, (message, is_updated) in enumerate(run_ranks(_stopped, 3, victim)):
         assert is_updated
@@ -123,19 +123,6 @@ def test_closed_groups_release_files_and_threads():
     assert run_ranks(_made_and_closed, 3, 20) == [True] * 3
 
 
-def _overlapping() -> list[list[int]]:
-    world, rank = Ranks(None), dist.get_rank()
-    pair = dist.new_group([1, 2])
-    own = Ranks(pair) if rank > 0 else None
-    rows = [] if own is None else own.exchange(None, [own.rank])
-    world.exchange(None, [rank])
-    return rows
-
-
-def test_groups_may_overlap():
-    assert run_ranks(_overlapping, 3) == [[], [[0], [1]], [[0], [1]]]
-
-
 def _with_default_device(device: str) -> tuple[list[list[int]], list[str], list[str], str]:
     rank = dist.get_rank()
     ranks = Ranks(None)
@@ -145,6 +132,8 @@ def _with_default_device(device: str) -> tuple[list[list[int]], list[str], list[
         long = [ranks.gather_texts(text if rank == 0 else "")[0] for text in ("short", "long" * 2000)]
         with pytest.raises((KeyError, RuntimeError)) as caught:
             ranks.exchange(KeyError("lost") if rank == 1 else None, [])
+    note = "raised on rank 1 of 2 of this weight update"
+    assert getattr(caught.value, "__notes__", []) == [note] * (rank == 1)
     return rows, texts, long, str(caught.value)
 
 

@@ -139,19 +139,6 @@ def test_in_place_continues_requests_with_their_kv_cache(models, updated_while_r
     assert tokens[count:] == greedy_after_switch(models, tokens, count, num_read=len(PROMPT) + count - 1)
 
 
-@pytest.mark.parametrize("in_flight", ["retract", "in_place"])
-def test_version_as_extra_key_prevents_stale_cache_hits(engine, models, in_flight):
-    updater = WeightUpdater([LocalEngine(engine)], in_flight=in_flight)
-    for version in range(4):
-        model = models[version % 2]
-        updater.update(state(model), version)
-        for is_cached in (False, True):
-            out = generate(engine, extra_key=str(version))
-            assert out["output_ids"] == most_likely(model, PROMPT, out["output_ids"])
-            assert (out["meta_info"]["cached_tokens"] > 0) == is_cached
-    updater.close()
-
-
 class Traffic:
     """Short requests of several callers whenever the event loop of the engine runs."""
 
@@ -196,8 +183,13 @@ class StockEngine(LocalEngine):
     has_loader = False
 
 
-@pytest.mark.parametrize("client", [LocalEngine, StockEngine])
-@pytest.mark.parametrize("in_flight", ["wait", "abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    ("client", "in_flight"),
+    [
+        *((LocalEngine, in_flight) for in_flight in ("wait", "abort", "retract", "in_place")),
+        *((StockEngine, in_flight) for in_flight in ("wait", "abort", "in_place")),
+    ],
+)
 def test_updates_with_concurrent_and_abandoned_requests(engine, models, in_flight, client):
     """SGLang crashes if it flushes its cache while a request runs; an abandoned request still runs for a while."""
     updater = WeightUpdater([client(engine)], in_flight=in_flight)
@@ -213,7 +205,7 @@ def test_updates_with_concurrent_and_abandoned_requests(engine, models, in_fligh
     updater.close()
 
 
-def bad_tensors(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, torch.Tensor]]:
+def make_bad(changed: dict[str, torch.Tensor], kind: str) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     if kind == "missing":
         del changed[name]
@@ -221,11 +213,8 @@ def bad_tensors(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, 
         changed["model.layers.9.mlp.down_proj.weight"] = changed[name]
     elif kind == "shape":
         changed[name] = torch.cat([changed[name], changed[name][:, :1]], dim=1)
-    elif kind == "dtype":
-        changed[name] = changed[name].to(torch.int32)
     elif kind == "nan":
         changed[name] = torch.full_like(changed[name], float("nan"))
-    return [*changed.items(), *([(name, changed[name])] if kind == "twice" else [])]
 
 
 @pytest.mark.parametrize(
@@ -234,8 +223,6 @@ def bad_tensors(changed: dict[str, torch.Tensor], kind: str) -> list[tuple[str, 
         ("missing", RuntimeError, r"no tensor was sent for these parameters .*'model\.layers\.1\.mlp\.down_proj"),
         ("unknown", RuntimeError, r"no parameter for these tensors: 'model\.layers\.9\.mlp\.down_proj\.weight'"),
         ("shape", RuntimeError, r"a part of these tensors: 'model\.layers\.1\.mlp\.down_proj\.weight' \("),
-        ("dtype", RuntimeError, r"'model\.layers\.1\.mlp\.down_proj\.weight' has the wrong dtype"),
-        ("twice", ValueError, r"'model\.layers\.1\.mlp\.down_proj\.weight' was passed twice"),
         ("nan", ValueError, r"NaN elements: 'model\.layers\.1\.mlp\.down_proj\.weight'"),
     ],
 )
@@ -246,9 +233,10 @@ def test_bad_tensors_are_refused_by_name(engine, models, kind, error, message):
     updater = WeightUpdater([client], bucket_bytes=1 << 16)
     updater.update(state(models[0]), "good")
     wanted = generate(engine, return_logprob=True)
-    bad = bad_tensors({name: tensor.clone() for name, tensor in state(models[1])}, kind)
+    bad = {name: tensor.clone() for name, tensor in state(models[1])}
+    make_bad(bad, kind)
     with pytest.raises(error, match=message):
-        updater.update(bad, "bad")
+        updater.update(bad.items(), "bad")
     if kind == "nan":
         updater.readmit([client], state(models[0]), "good")
     out = generate(engine, return_logprob=True)

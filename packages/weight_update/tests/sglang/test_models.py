@@ -1,4 +1,4 @@
-"""SGLang's own model classes: replays and updates give the same parameters as a fresh `load_weights`."""
+"""SGLang's own model classes: updates give the same parameters as a fresh `load_weights`."""
 
 import json
 import os
@@ -26,8 +26,6 @@ MODELS = [
     "deepseek v3",
 ]
 RANKS = [(1, 0), (2, 0), (2, 1)]
-PADDED = (1, 0), (2, 1)
-"""(tp_size, rank) of ranks with padded embeddings."""
 
 
 def run_script(*arguments: str) -> dict[str, list]:
@@ -51,31 +49,19 @@ def result(request, found):
     return model, (tp_size, rank), found[str(tp_size)][rank][model]
 
 
-def test_replay_equals_a_fresh_load_bitwise(result):
-    model, rank, got = result
-    missing = ["lm_head.weight"] if model == "qwen3 moe tied" else []
-    assert got["differs_from_stock"] == missing
-    assert got["derived_differs"] == []
-    assert got["through_loader"] == {}
-    assert got["copies"] > 0
-    padded = ["lm_head.weight", "model.embed_tokens.weight"] if rank in PADDED else []
-    assert set(got["fills"]) <= set(padded)
-    assert ("model.embed_tokens.weight" in got["fills"]) == (rank in PADDED)
-    assert got["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
-
-
 def test_update_equals_a_fresh_load_bitwise(result):
-    """With a `WeightUpdater` and a receiver in each rank: in one bucket, in small buckets, and streamed."""
+    """With a `WeightUpdater` and a receiver in each rank, in small buckets."""
     model, (_, rank), got = result
     if model == "qwen3 moe tied":
         lacks = "no tensor was sent for these parameters of the engine: 'lm_head.weight'"
-        assert len(got["updated"]["refused"]) == (3 if rank == 0 else 0)
+        assert len(got["updated"]["refused"]) == (1 if rank == 0 else 0)
         assert all(lacks in message for message in got["updated"]["refused"])
         assert got["updated"]["differs_from_stock"] == ["lm_head.weight"]
     else:
         assert got["updated"]["refused"] == []
         assert got["updated"]["differs_from_stock"] == []
     assert got["updated"]["derived_differs"] == []
+    assert got["updated"]["derived"] == (["w_kc", "w_vc"] if model == "deepseek v3" else [])
 
 
 def test_recording_leaves_the_model_unchanged(result):

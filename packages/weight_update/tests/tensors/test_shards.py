@@ -51,7 +51,7 @@ def _boxes(shape: tuple[int, ...]) -> int:
     return checked
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_dtensor_pieces_cover_each_element_once(shape):
     world_size = torch.Size(shape).numel()
     layouts = 4 if len(shape) == 1 else 16

@@ -217,13 +217,13 @@ def here() -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def has_exited(pid: int, location: int | None = None) -> bool:
+def has_exited(pid: int, location: int) -> bool:
     """Return whether the process is known to have exited, including zombies.
 
     Args:
-        location: where the process runs, None for here; a process of another machine is never known to have exited.
+        location: where the process runs, see `here`; a process of another machine is never known to have exited.
     """
-    if location not in (None, here()):
+    if location != here():
         return False
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:

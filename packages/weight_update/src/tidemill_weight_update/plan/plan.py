@@ -64,7 +64,7 @@ _SIMPLE = (bool, int, float, str, torch.dtype, type(None))
 
 
 class StoredPlans:
-    """Plans of one model in a folder, one file for each list of sources.
+    """Plans of one model in `tidemill/plans` in `$XDG_CACHE_HOME` or `~/.cache`, one file for each list of sources.
 
     A plan is used again only for equal sources, parameters (names, shapes, strides, dtypes), attributes of all modules
     (numbers, strings and dtypes, also in lists and dicts), and code: of the classes of modules and parameters, and of
@@ -74,12 +74,11 @@ class StoredPlans:
         model: model with a `load_weights`.
         identity: what else the plan depends on: a list with the version of the library that loads, the rank, and the
             model's config. The folder of a checkpoint (`_name_or_path`) does not count.
-        folder: folder of the files; None: `tidemill/plans` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
 
-    def __init__(self, model: nn.Module, identity: Sequence[object], folder: Path | None = None) -> None:
+    def __init__(self, model: nn.Module, identity: Sequence[object]) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self._folder = folder or cache / "tidemill" / "plans"
+        self._folder = cache / "tidemill" / "plans"
         self._model = model
         self._identity = [torch.__version__, *map(_plain, identity)]
 

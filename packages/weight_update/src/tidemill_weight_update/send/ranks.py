@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 class Failure:
     """Keeps the first exception raised in its `with` blocks. Other `BaseException`s (an interrupt) propagate."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self) -> None:
+        self.error: Exception | None = None
 
     def __enter__(self) -> None:
         return None
