@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,12 +169,18 @@ def _link_down(node: Node) -> None:
     node.set_link(is_up=False)
 
 
-@pytest.mark.parametrize("lose", [Node.suspend, Node.stop, _link_down])
-def test_run_that_loses_the_node_of_a_training_rank_names_it(cluster, tmp_path, lose: Callable[[Node], object]):
+@pytest.mark.parametrize(
+    ("lose", "num_epochs"), [(Node.suspend, 1), (Node.stop, 1), (_link_down, 1), (_link_down, 100)]
+)
+def test_run_that_loses_the_node_of_a_training_rank_names_it(
+    cluster, tmp_path, lose: Callable[[Node], object], num_epochs: int
+):
+    """At some moment of short steps, or with many epochs during the first update."""
     two = cluster(3, 2)
     settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=1000", "trainer.name=lost")
-    process = _start(two[0], "demo", *settings, *_ON_BOTH)
-    _wait_for(process, r"rl +3 ")
+    process = _start(two[0], "demo", *settings, *_ON_BOTH, f"actor.ppo_epochs={num_epochs}")
+    _wait_for(process, r"sft +20 ")
+    time.sleep(20)
     lose(two[1])
     output = _finish(process, status=1, timeout_s=120)
     assert re.search(r"error: rank 1 of group 'actor' \(.*node1", output), output
