@@ -74,7 +74,7 @@ class CountingEngine(SGLangEngine):
 
     async def _run(self, *args):
         output = await super()._run(*args)
-        self.cached.append(output["meta_info"]["cached_tokens"])
+        self.cached.append(output["meta_info"].get("cached_tokens"))
         return output
 
 
@@ -102,6 +102,22 @@ def test_interrupted_requests_keep_their_keys_and_values_and_new_ones_do_not_fin
     assert first + second == 160
     assert num_before == 3
     assert cached == [0, 0, len(PROMPT) + first - 1, 0]  # all but the last token, whose log-probs are needed
+
+
+def test_request_that_is_interrupted_before_its_first_token_finds_nothing_of_the_old_weights(engine):
+    async def run():
+        client, prompt = CountingEngine(engine, recompute_kv_cache=False), PROMPT[::-1]  # of no other test
+        for _ in range(50):  # until the interruption comes first
+            await client.generate(prompt, SHORT, session_id="a")  # now its keys and values are in the cache
+            call = asyncio.create_task(client.generate(prompt, SHORT, session_id="a"))
+            await asyncio.sleep(0)
+            await client.interrupt()
+            client.proceed()
+            if len((await call).versions) == 1:
+                return client.cached[-1]
+        pytest.fail("each request had sampled a token when it was interrupted")
+
+    assert engine.loop.run_until_complete(asyncio.wait_for(run(), 300)) == 0
 
 
 def test_abort_that_nobody_asked_for_is_an_error(engine):

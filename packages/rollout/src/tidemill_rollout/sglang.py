@@ -82,8 +82,8 @@ class SGLangEngine:
         engine: the engine. SGLang aborts a request in it when its call is cancelled.
         arguments: further arguments of each `GenerateReqInput`, such as `{"return_routed_experts": True}`.
         recompute_kv_cache: compute the keys and values of interrupted requests again. False: they continue with those
-            that SGLang's prefix cache still has, which the weight update must not flush. Requests that start after
-            `proceed` never find these: they have another `extra_key`.
+            that SGLang's prefix cache still has, which the weight update must not flush. Requests whose first token
+            comes after `proceed` never find these: they have another `extra_key`.
     """
 
     def __init__(
@@ -118,10 +118,11 @@ class SGLangEngine:
             )
         parts: list[Generation] = []
         prompt, limit = list(token_ids), sampling.max_tokens
-        await self._may_run.wait()
-        key = None if self._recomputes else str(self._num_updates)
+        key: str | None = None
         while limit is None or limit > 0:
             await self._may_run.wait()
+            if not self._recomputes and not any(part.token_ids for part in parts):
+                key = str(self._num_updates)  # nothing to continue: as a new request
             output = await self._run(prompt, replace(sampling, max_tokens=limit), key)
             is_interrupted = not self._may_run.is_set()
             parts.append(to_generation(output, is_interrupted=is_interrupted))

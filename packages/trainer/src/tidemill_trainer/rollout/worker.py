@@ -205,9 +205,9 @@ class RolloutWorker(Worker):
         recomputes = self._config.recompute_kv_cache
         if not recomputes and self._engine.server_args.disable_radix_cache:
             raise ValueError(
-                "rollout.recompute_kv_cache=false requires SGLang's prefix cache, which these arguments disable, or "
-                f"deterministic inference with {self._engine.server_args.attention_backend!r} attention does: drop "
-                "disable_radix_cache from rollout.engine_args, or set rollout.deterministic=false"
+                "rollout.recompute_kv_cache=false requires SGLang's prefix cache, which is disabled: by "
+                "disable_radix_cache in rollout.engine_args, by rollout.deterministic with an attention backend that "
+                "has none, or for the reason in the engine's log; drop these keys, or recompute_kv_cache=false"
             )
         self._requests = SGLangEngine(self._engine, arguments=experts, recompute_kv_cache=recomputes)
 
