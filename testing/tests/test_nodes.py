@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ _KEEPS_NODES = """
 import sys, time
 from tidemill_testing.nodes import start_nodes
 with start_nodes(2) as nodes:
-    sleepers = [node.start("sleep", sys.argv[1]) for node in nodes]
+    sleepers = [node.start("sleep", sys.argv[1]) for node in nodes]  # each begins as a process named nsenter
     print("up", flush=True)
     time.sleep(1000)
 """
@@ -102,14 +103,22 @@ def test_nothing_is_left_behind_by_a_process_that_is_interrupted_or_killed(numbe
     script.write_text(_KEEPS_NODES)
     with subprocess.Popen([sys.executable, str(script), seconds], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        assert len(_running(seconds)) >= 2
-        process.send_signal(number)
-    deadline = time.monotonic() + 30
-    while left := _running(seconds):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+        try:
+            assert process.stdout.readline() == "up\n"
+            _wait_until(lambda: len(_running(seconds)) == 2, seconds)
+            process.send_signal(number)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+    _wait_until(lambda: not _running(seconds), seconds)
     assert _links() == links
+
+
+def _wait_until(is_true: Callable[[], bool], seconds: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline, _running(seconds)
+        time.sleep(0.05)
 
 
 def _running(seconds: str) -> list[str]:
@@ -119,7 +128,7 @@ def _running(seconds: str) -> list[str]:
             words = file.read_text().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if "sleep" in words and seconds in words:
+        if words[:2] == ["sleep", seconds]:
             found.append(" ".join(words))
     return found
 
