@@ -192,7 +192,7 @@ def run_if_saved(folder):
     progress = Progress(step=0, skipped_steps=0, world_size=1, has_optimizer=False)
     states = rng_state(torch.device("cpu"))
     saved = {"weight": torch.arange(3.0)} | {f"rng.0.{name}": state for name, state in states.items()}
-    save_tensors(folder, saved, progress, group, keep_last=None)
+    save_tensors(str(folder), saved, progress, group, keep_last=None)
     weight, state, of_gpu = torch.zeros(3), torch.zeros_like(states["cpu"]), torch.ones(16, dtype=torch.uint8)
     wanted = {"rng.0.cpu": state, "rng.0.cuda": of_gpu}
     found = load(folder, {"weight": weight}, group, if_saved=wanted)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from tidemill_engines.base.lifecycle import ConfigT, EngineLifecycle
-from tidemill_engines.checkpoint.folder import Progress, read_progress
+from tidemill_engines.checkpoint.folder import Progress, opened
 from tidemill_engines.checkpoint.host_memory import copies_fit, gathered
 from tidemill_engines.config import Dtype
 from tidemill_engines.hf_weights.export import MAX_SHARD_SIZE, shard_bytes, start_export, write_weights
 from tidemill_engines.hf_weights.shard import WeightShard
+from tidemill_engines.location import absolute
 
 
 class EnginePersistence(EngineLifecycle[ConfigT]):
@@ -73,7 +74,7 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
     def save_hf(
         self, path: str | Path, dtype: Dtype | None = None, *, max_shard_size: int | str = MAX_SHARD_SIZE
     ) -> None:
-        """Write the model to `path` in Hugging Face format, with the tokenizer files of `ModelConfig.path`. Collective.
+        """Write the model to `path` (or a URL) in Hugging Face format, with its tokenizer files. Collective.
 
         Args:
             dtype: dtype of the weights, as in `get_per_tensor_param`.
@@ -84,17 +85,17 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
             ValueError: `max_shard_size` is not a size.
             OSError: a write failed; raised on every rank.
         """
-        sizes_bytes = self._start_export(Path(path), dtype)
-        max_shard_bytes, group = shard_bytes(max_shard_size), self.groups.control
-        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, Path(path), group, max_shard_bytes=max_shard_bytes)
+        where, max_shard_bytes, group = absolute(path), shard_bytes(max_shard_size), self.groups.control
+        sizes_bytes = self._start_export(where, dtype)
+        write_weights(self.get_per_tensor_param(dtype), sizes_bytes, where, group, max_shard_bytes=max_shard_bytes)
 
-    def _start_export(self, path: Path, dtype: Dtype | None) -> list[tuple[str, int]]:
+    def _start_export(self, path: str, dtype: Dtype | None) -> list[tuple[str, int]]:
         """Write the files of `save_hf` without the weights; return the names and sizes of these. Collective."""
         saved_as = self.engine_config.weight_dtype(self.model_config) if dtype is None else dtype
         start_export(path, self.export_config(), saved_as, Path(self.model_config.path), self.groups.control)
         return self._exported_bytes(dtype)
 
-    def _export(self, path: Path) -> Callable[[], None]:
+    def _export(self, path: str) -> Callable[[], None]:
         """Return the function that writes the files of `save_hf`, from copies if the first host has room. Collective.
 
         Without room they are written here, and the function does nothing.
@@ -122,10 +123,14 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         The folder appears under its name when it is complete, at once or in the background (`CheckpointConfig`).
 
         Args:
-            hf_path: also write the model there, as `save_hf` does, in the background like the checkpoint.
+            path: a folder that all ranks share, or an fsspec URL, such as "s3://bucket/folder". Each rank writes its
+                files for a URL to a temporary folder, and uploads them; `engine.json`, which is last, completes it.
+            hf_path: a folder or URL; the model is written there, too, as `save_hf` does, and in the background like the
+                checkpoint.
 
         Raises:
-            OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed.
+            OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed; a URL keeps
+                the files that were uploaded.
         """
         self._saver.finish()  # before its state is copied, so that at most one copy exists
         progress = Progress(
@@ -137,15 +142,15 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         group = self.groups.checkpoint
         with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
             # All copies are complete before anything is written: beside a write they take several times as long.
-            write_hf = None if hf_path is None else self._export(Path(hf_path))
+            write_hf = None if hf_path is None else self._export(absolute(hf_path))
             parts = self._offloadable()
             num_bytes = sum(parts[kind].num_bytes() for kind in ("params", "optimizer"))
             in_background = self.checkpoint_config.asynchronous and copies_fit(num_bytes, self.groups.control)
             state = self._collect_state(copied=in_background)
             if not in_background:
-                self._write_state(Path(path), state, progress, group)
+                self._write_state(absolute(path), state, progress, group)
         if in_background:
-            self._saver.start(lambda: self._write_state(Path(path), state, progress, group))
+            self._saver.start(lambda: self._write_state(absolute(path), state, progress, group))
         if write_hf is not None:
             self._saver.start(write_hf)
 
@@ -165,7 +170,8 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
     def load_checkpoint(self, path: str | Path) -> None:
         """Restore the state of `save_checkpoint`, on any number of ranks in any layout. Collective.
 
-        Gradients are freed. Random states are restored if the number of ranks is that of the save.
+        Gradients are freed. Random states are restored if the number of ranks is that of the save. Each host downloads
+        all files of a URL to a temporary folder (TMPDIR), which needs room for them.
 
         Raises:
             FileNotFoundError: `path` contains no complete checkpoint.
@@ -173,9 +179,12 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         """
         self._saver.finish()
         has_optimizer = self.optimizer_config is not None
-        progress = read_progress(Path(path), self.groups.control, with_optimizer=has_optimizer)
-        with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
-            self._load_state(Path(path), progress)
+        with (
+            opened(absolute(path), self.groups.control, with_optimizer=has_optimizer) as (folder, progress),
+            self._weights_onloaded(),
+            self._offloader.onloaded("optimizer"),
+        ):
+            self._load_state(folder, progress)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
         self.optimizer_zero_grad()
 
@@ -184,7 +193,7 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         """Return the state to save, as copies on the CPU if `copied`."""
 
     @abstractmethod
-    def _write_state(self, path: Path, state: Any, progress: Progress, group: dist.ProcessGroup) -> None:
+    def _write_state(self, path: str, state: Any, progress: Progress, group: dist.ProcessGroup) -> None:
         """Write what `_collect_state` returned; may run in another thread. Collective over `group`."""
 
     @abstractmethod

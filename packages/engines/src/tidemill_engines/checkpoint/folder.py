@@ -1,14 +1,17 @@
-"""Checkpoint folders: atomic to create, with a manifest of their files, and verified before they are read."""
+"""Checkpoint folders: complete or absent, with a manifest of their files, and verified before they are read."""
 
 import errno
 import json
 import os
 import shutil
+import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +22,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
+from tidemill_engines.location import (
+    TEMPORARY,
+    file_system,
+    is_url,
+    remove,
+    reported,
+    sizes,
+    split,
+    written_to,
+)
 
 MANIFEST = "engine.json"
 FORMAT_VERSION = 2
@@ -43,61 +56,72 @@ class Progress:
 
 
 def save_folder(
-    path: Path,
+    location: str,
     write: Callable[[Path], Iterable[str]],
     progress: Progress,
     group: dist.ProcessGroup,
     *,
     keep_last: int | None = None,
 ) -> None:
-    """Let all ranks write into a hidden folder next to `path`, and rename it when it is complete. Collective.
+    """Let all ranks write a new checkpoint. Collective.
+
+    They write to a hidden folder next to `location`, which is renamed when it is complete. At a URL, where folders
+    cannot be renamed, a checkpoint is complete when it has a manifest, which is written last.
 
     Args:
+        location: absolute path or URL.
         write: writes this rank's files into a folder; returns their names.
         keep_last: number of complete checkpoints to keep in the parent folder, including this one; None keeps all.
 
     Raises:
-        OSError: `path` exists, or a rank could not write; on every rank. The hidden folder is removed.
+        OSError: `location` exists, or a rank could not write; on every rank. The hidden folder is removed; a URL keeps
+            the files that were written.
     """
-    partial = path.parent / f".{path.name}.partial"
+    parent, name = split(location)
+    partial = location if is_url(location) else f"{parent}/.{name}.partial"
     is_first = dist.get_rank(group) == 0
     with raise_on_all_ranks(group):
-        if path.exists():
-            raise FileExistsError(f"{path} exists already; save to a new folder, or remove it first")
-        if is_first:
+        with reported(f"read {location}"):
+            exists = file_system(location).exists(f"{location}/{MANIFEST}" if is_url(location) else location)
+        if exists:
+            raise FileExistsError(f"{location} exists already; save to a new folder, or remove it first")
+        if is_first and not is_url(location):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            os.makedirs(partial)
     try:
-        with raise_on_all_ranks(group):  # all ranks finish writing before the first rank may remove the folder
-            written = write(partial)
-            own = {name: [(partial / name).stat().st_size, _checksum(partial / name)] for name in written}
-            for name in own:
-                _to_disk(partial / name)
-        files = {name: entry for of_rank in all_gather(own, group) for name, entry in of_rank.items()}
+        with raise_on_all_ranks(group), written_to(partial) as folder:  # all finish before the first rank may remove it
+            own = {each: [(folder / each).stat().st_size, _checksum(folder / each)] for each in write(folder)}
+            for each in own:
+                _to_disk(folder / each)
+        files = {each: entry for of_rank in all_gather(own, group) for each, entry in of_rank.items()}
         with raise_on_all_ranks(group):
             if is_first:
-                manifest = {
-                    "format_version": FORMAT_VERSION,
-                    "saved_ns": time.time_ns(),
-                    "progress": asdict(progress),
-                    "files": files,
-                }
-                (partial / MANIFEST).write_text(json.dumps(manifest) + "\n")
-                _to_disk(partial / MANIFEST)
-                _to_disk(partial)
-                partial.rename(path)
+                _complete(location, partial, files, progress)
     except BaseException:
-        if is_first:
+        if is_first and not is_url(location):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     with raise_on_all_ranks(group):
-        if is_first:
-            _to_disk(path.parent)
         if is_first and keep_last is not None:
-            others = [other for other in whole_checkpoints(path.parent) if other != path]
+            others = [other for other in whole_checkpoints(parent) if other != name]
             for old in others[: max(0, len(others) + 1 - keep_last)]:
-                (old / MANIFEST).unlink()  # first, so an interrupted removal does not leave a seemingly complete one
-                shutil.rmtree(old)
+                remove(f"{parent}/{old}", first=MANIFEST)
+
+
+def _complete(location: str, partial: str, files: dict[str, Any], progress: Progress) -> None:
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "saved_ns": time.time_ns(),
+        "progress": asdict(progress),
+        "files": files,
+    }
+    with written_to(partial) as folder:
+        (folder / MANIFEST).write_text(json.dumps(manifest) + "\n")
+        _to_disk(folder / MANIFEST)
+        _to_disk(folder)
+    if partial != location:
+        os.rename(partial, location)
+        _to_disk(Path(location).parent)
 
 
 def write_tensors(
@@ -136,76 +160,114 @@ def reasons(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
-def read_progress(path: Path, group: dist.ProcessGroup, *, with_optimizer: bool) -> Progress:
-    """Read the progress of a checkpoint and verify the checksums of its files. Collective.
+@contextmanager
+def opened(location: str, group: dist.ProcessGroup, *, with_optimizer: bool) -> Iterator[tuple[Path, Progress]]:
+    """Verify a checkpoint, and yield a folder with its files and its progress. Collective.
+
+    The folder is that of the checkpoint, or for a URL a copy on each host, which is removed after the block.
 
     Args:
+        location: absolute path or URL.
         with_optimizer: whether the checkpoint must contain optimizer state.
 
     Raises:
-        FileNotFoundError: `path` or one of its files is missing.
+        FileNotFoundError: `location` or one of its files is missing.
         ValueError: a file is truncated or changed, the format version is unknown, or the optimizer state is missing.
             If a file is missing or damaged, the message names the newest complete checkpoint in the same folder.
     """
-    progress = None
-    with raise_on_all_ranks(group):
-        try:
-            manifest = _read_whole(path)
-            for name in sorted(manifest["files"])[dist.get_rank(group) :: dist.get_world_size(group)]:
-                if _checksum(path / name) != manifest["files"][name][1]:
-                    raise ValueError(f"{path / name} is damaged: its contents have changed")
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"{error}; {_advice(path)}") from error
-        progress = Progress(**manifest["progress"])
-    assert progress is not None
+    manifest: dict[str, Any] = {}
+    with raise_on_all_ranks(group), _with_advice(location):
+        manifest = _read_whole(location)
+    progress = Progress(**manifest["progress"])
     if with_optimizer and not progress.has_optimizer:
         raise ValueError(
-            f"{path} has no optimizer state, as it was saved by an engine without an optimizer; load a checkpoint of a "
-            "training engine, or create this engine without an optimizer"
+            f"{location} has no optimizer state, as it was saved by an engine without an optimizer; load a checkpoint "
+            "of a training engine, or create this engine without an optimizer"
         )
-    return progress
+    with _folder_of(location, group) as (folder, rank, num_ranks):
+        with raise_on_all_ranks(group), _with_advice(location):
+            own = sorted(manifest["files"])[rank::num_ranks]
+            if is_url(location):
+                with reported(f"read {location}"):
+                    remote = [f"{location}/{name}" for name in own]
+                    file_system(location).get(remote, [str(folder / name) for name in own])
+            for name in own:
+                if _checksum(folder / name) != manifest["files"][name][1]:
+                    raise ValueError(f"{location}/{name} is damaged: its contents have changed")
+        yield folder, progress
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder whose files all exist with their original size, in the order of saving."""
+@contextmanager
+def _folder_of(location: str, group: dist.ProcessGroup) -> Iterator[tuple[Path, int, int]]:
+    """Yield the folder of a checkpoint, or for a URL a new one on each host. Collective.
+
+    Yields:
+        The folder, the number of this rank among those that share it, and how many they are.
+    """
+    if not is_url(location):
+        yield Path(location), dist.get_rank(group), dist.get_world_size(group)
+        return
+    hosts = all_gather(socket.gethostname(), group)
+    ranks = [rank for rank, host in enumerate(hosts) if host == socket.gethostname()]
+    index = ranks.index(dist.get_rank(group))
+    with TemporaryDirectory(prefix=TEMPORARY) if index == 0 else nullcontext("") as own:
+        yield Path(all_gather(own, group)[ranks[0]]), index, len(ranks)
+        dist.barrier(group)  # the others still read it
+
+
+@contextmanager
+def _with_advice(location: str) -> Iterator[None]:
+    """Add the newest complete checkpoint in the same folder to an error."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        parent, own = split(location)
+        others = [name for name in whole_checkpoints(parent) if name != own]
+        advice = f"{parent} has no other complete checkpoint"
+        if others:
+            advice = f"the newest complete checkpoint is {parent}/{others[-1]}"
+        raise type(error)(f"{error}; {advice}") from error
+
+
+def whole_checkpoints(parent: str) -> list[str]:
+    """Return the names of the checkpoints in a folder with all files in their original size.
+
+    They are in the order of saving.
+    """
     found = []
-    for manifest_file in folder.glob(f"[!.]*/{MANIFEST}"):
-        path = manifest_file.parent
+    for name in sizes(parent):
+        if name.startswith("."):
+            continue
         try:
-            manifest = _read_whole(path)
+            manifest = _read_whole(f"{parent}/{name}")
         except (FileNotFoundError, ValueError):  # incomplete
             continue
         # Steps do not give the order: they restart with each phase, and go back when training resumes.
-        found.append((manifest.get("saved_ns", manifest_file.stat().st_mtime_ns), path))
-    return [path for _, path in sorted(found)]
+        found.append((manifest["saved_ns"], name))
+    return [name for _, name in sorted(found)]
 
 
-def _read_whole(path: Path) -> dict[str, Any]:
+def _read_whole(location: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint after checking that all of its files exist with their original size."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} is not a complete checkpoint: it lacks {MANIFEST}")
+    file = f"{location}/{MANIFEST}"
+    with reported(f"read {location}"):
+        found = sizes(location)
+        content = file_system(location).cat_file(file) if MANIFEST in found else b""
+    if MANIFEST not in found:
+        raise FileNotFoundError(f"{location} is not a complete checkpoint: it lacks {MANIFEST}")
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(content)
         version = manifest["format_version"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has checkpoint format {version!r}; this version supports {FORMAT_VERSION}")
+        raise ValueError(f"{location} has checkpoint format {version!r}; this version supports {FORMAT_VERSION}")
     for name, (size, _) in manifest["files"].items():
-        if not (path / name).is_file():
-            raise FileNotFoundError(f"{path} is not a complete checkpoint: it lacks {name}")
-        actual = (path / name).stat().st_size
-        if actual != size:
-            raise ValueError(f"{path / name} is damaged: expected {size} bytes, found {actual}")
+        if name not in found:
+            raise FileNotFoundError(f"{location} is not a complete checkpoint: it lacks {name}")
+        if found[name] != size:
+            raise ValueError(f"{location}/{name} is damaged: expected {size} bytes, found {found[name]}")
     return manifest
-
-
-def _advice(path: Path) -> str:
-    others = [other for other in whole_checkpoints(path.parent) if other != path]
-    if not others:
-        return f"{path.parent} has no other complete checkpoint"
-    return f"the newest complete checkpoint is {others[-1]}"
 
 
 def _to_disk(path: Path) -> None:

@@ -35,14 +35,17 @@ def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(
-    path: Path,
+    path: str,
     tensors: dict[str, torch.Tensor],
     progress: Progress,
     group: dist.ProcessGroup,
     *,
     keep_last: int | None,
 ) -> None:
-    """Write the tensors (DTensors sharded) to the new folder `path`, atomically. Collective over `group` (gloo).
+    """Write the tensors (DTensors sharded) to a new folder, completely or not at all. Collective over `group` (gloo).
+
+    Args:
+        path: absolute path or URL of the folder.
 
     Raises:
         OSError: a rank could not write; raised on every rank.

@@ -30,6 +30,7 @@ from tidemill_engines.hf_weights.export import write_weights
 from tidemill_engines.hf_weights.layout import Layout, checkpoint_shapes, plan_layout, stored_bytes
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
 from tidemill_engines.hf_weights.shard import WeightShard
+from tidemill_engines.location import absolute, written_to
 from tidemill_engines.offload import OffloadableTensors, like, local_part
 from tidemill_engines.optimizer import (
     build_adamw,
@@ -264,13 +265,13 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
             raise ValueError(
                 f"an adapter does not contain {', '.join(self.new_weights)}; save all weights with save_hf()"
             )
-        target = Path(path)
+        target = absolute(path)
         with raise_on_all_ranks(self.groups.control):
-            target.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
                 config = lora.peft_config(settings, included=lora.adapted_modules(self.model))
                 config.base_model_name_or_path = self.model_config.path
-                config.save_pretrained(str(target))
+                with written_to(target) as folder:
+                    config.save_pretrained(str(folder))
         sizes_bytes = stored_bytes(self.get_adapter_param(), {}, None)
         write_weights(self.get_adapter_param(), sizes_bytes, target, self.groups.control, file_stem="adapter_model")
 
@@ -285,7 +286,7 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         return checkpoint.snapshot(tensors) if copied else tensors
 
     def _write_state(
-        self, path: Path, state: dict[str, torch.Tensor], progress: Progress, group: dist.ProcessGroup
+        self, path: str, state: dict[str, torch.Tensor], progress: Progress, group: dist.ProcessGroup
     ) -> None:
         checkpoint.save(path, state, progress, group, keep_last=self.checkpoint_config.keep_last)
 

@@ -1,5 +1,6 @@
 """Write weights in Hugging Face format, one shard at a time."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from tidemill_engines.distributed.agreement import raise_on_all_ranks
+from tidemill_engines.location import file_system, reported, sizes, written_to
 
 _COPIED = (
     "tokenizer*",
@@ -64,7 +66,7 @@ def shard_file_names(num_shards: int, stem: str = "model") -> list[str]:
     return [f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
 
 
-def start_export(path: Path, config: PretrainedConfig, dtype: str, origin: Path, group: dist.ProcessGroup) -> None:
+def start_export(path: str, config: PretrainedConfig, dtype: str, origin: Path, group: dist.ProcessGroup) -> None:
     """Create the folder `path` and write all files except the weights, which have `dtype`. Collective.
 
     Args:
@@ -74,16 +76,16 @@ def start_export(path: Path, config: PretrainedConfig, dtype: str, origin: Path,
         OSError: a write failed; raised on every rank.
     """
     with raise_on_all_ranks(group):
-        path.mkdir(parents=True, exist_ok=True)
         if dist.get_rank(group) == 0:
-            _write_config(config, path, dtype)
-            _copy_side_files(origin, path)
+            with written_to(path) as folder:
+                _write_config(config, folder, dtype)
+                _copy_side_files(origin, folder)
 
 
 def write_weights(
     weights: Iterator[tuple[str, torch.Tensor]],
     sizes_bytes: Sequence[tuple[str, int]],
-    path: Path,
+    path: str,
     group: dist.ProcessGroup,
     *,
     max_shard_bytes: int = 5 * 10**9,
@@ -108,9 +110,11 @@ def write_weights(
     is_writer = dist.get_rank(group) == 0
     with raise_on_all_ranks(group):
         if is_writer:  # transformers would read the files of an earlier export with another number of files
-            for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
-                for file in path.glob(pattern):
-                    file.unlink()
+            with reported(f"write to {path}"):
+                present = sizes(path)
+                for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
+                    for old in fnmatch.filter(present, pattern):
+                        file_system(path).rm_file(f"{path}/{old}")
     for file, names in zip(files, shards, strict=True):
         held: dict[str, torch.Tensor] = {}
         for name in names:
@@ -121,12 +125,14 @@ def write_weights(
                 held[name] = full.cpu().contiguous()
         with raise_on_all_ranks(group):
             if is_writer:
-                _save(held, path / file)
+                with written_to(path) as folder:
+                    _save(held, folder / file)
     with raise_on_all_ranks(group):
         if is_writer and len(files) > 1:
             where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(size for _, size in sizes_bytes)}, "weight_map": where}
-            (path / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            with written_to(path) as folder:
+                (folder / f"{file_stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

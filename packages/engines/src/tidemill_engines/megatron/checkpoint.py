@@ -75,8 +75,8 @@ def collect(
     return Content(sharded=mcore_to_pyt_state_dict(state, False), common=common, random=_random_states(device))
 
 
-def save(path: Path, content: Content, progress: Progress, group: dist.ProcessGroup, *, keep_last: int | None) -> None:
-    """Write the new folder `path`, completely or not at all. Collective over `group` (gloo).
+def save(path: str, content: Content, progress: Progress, group: dist.ProcessGroup, *, keep_last: int | None) -> None:
+    """Write the new folder `path` (absolute, or a URL), completely or not at all. Collective over `group` (gloo).
 
     The format is Megatron's, the writer is torch's: Megatron's writer spawns processes, which takes 15 s for imports
     and is not allowed in daemonic processes.

@@ -297,7 +297,7 @@ class MegatronEngine(BaseEngine[MegatronConfig]):
             self.chunks, self._optimizer, self.architecture.vocab_size, self.device, copied=copied
         )
 
-    def _write_state(self, path: Path, state: checkpoint.Content, progress: Progress, group: dist.ProcessGroup) -> None:
+    def _write_state(self, path: str, state: checkpoint.Content, progress: Progress, group: dist.ProcessGroup) -> None:
         checkpoint.save(path, state, progress, group, keep_last=self.checkpoint_config.keep_last)
 
     def _load_state(self, path: Path, progress: Progress) -> None:
