@@ -279,7 +279,7 @@ class Bench:
             _check_equal(_metrics(run), _metrics(self.expected))
 
     def _weights(self, run: RunDir) -> dict[str, Any]:
-        file = run.checkpoints / f"step_{NUM_STEPS:06d}" / "huggingface" / "model.safetensors"
+        file = run.path / "checkpoints" / f"step_{NUM_STEPS:06d}" / "huggingface" / "model.safetensors"
         return {name: tensor.tolist() for name, tensor in load_file(file).items()}
 
     def _check_nothing_left(self, node: Node) -> None:

@@ -57,7 +57,7 @@ def eight_steps(train_in, tmp_path_factory):
 def warmed_up(eight_steps, tmp_path):
     """A folder with the checkpoint that `eight_steps` saved after its warm-up."""
     run, _ = eight_steps
-    shutil.copytree(run.checkpoints / "step_000000", tmp_path / "checkpoints" / "step_000000")
+    shutil.copytree(run.path / "checkpoints" / "step_000000", tmp_path / "checkpoints" / "step_000000")
     return tmp_path
 
 
@@ -111,11 +111,11 @@ def test_resume_takes_over_finished_episodes_of_later_steps(train_in, warmed_up,
     run, _ = train_in(warmed_up, *_STALE)
     again = tmp_path_factory.mktemp("again")
     saved = again / "checkpoints" / "step_000004"
-    shutil.copytree(run.checkpoints / "step_000004", saved)
+    shutil.copytree(run.path / "checkpoints" / "step_000004", saved)
     shutil.copy(run.ledger, again)
     in_flight = {path.stem: load_episodes(path) for path in (saved / "in_flight").iterdir()}
     assert sorted(in_flight) == ["000005", "000006"]
-    assert not (run.checkpoints / "step_000008" / "in_flight").exists()
+    assert not (run.path / "checkpoints" / "step_000008" / "in_flight").exists()
     resumed, _ = train_in(again, *_STALE, "trainer.save_samples=64")
     assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
     last = _steps(resumed)[8]
@@ -271,7 +271,7 @@ def test_greedy_baseline_is_one_more_episode_of_each_problem(train_in, warmed_up
 
 def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, make_config):
     run, result = eight_steps
-    folder = run.checkpoints / "step_000008" / "huggingface"
+    folder = run.path / "checkpoints" / "step_000008" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     correct = 0
@@ -285,7 +285,7 @@ def test_checkpoint_in_transformers_has_the_accuracy_of_the_engine(eight_steps, 
 
 def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
     run, _ = eight_steps
-    shutil.copytree(run.checkpoints / "step_000004", tmp_path / "checkpoints" / "step_000004")
+    shutil.copytree(run.path / "checkpoints" / "step_000004", tmp_path / "checkpoints" / "step_000004")
     for file in (run.metrics, run.ledger):
         shutil.copy(file, tmp_path)
     resumed, _ = train_in(tmp_path)
@@ -297,7 +297,9 @@ def test_resume_equals_an_uninterrupted_run(eight_steps, train_in, tmp_path):
                 assert again[step][name] == value, (step, name)
     assert trained_problems(resumed.ledger) == trained_problems(run.ledger)
     assert again[8]["ledger/episodes/undone"] == again[8]["ledger/episodes/issued"] - 8 * 64 == 4 * 64
-    weights = [load_file(r.checkpoints / "step_000008" / "huggingface" / "model.safetensors") for r in (run, resumed)]
+    weights = [
+        load_file(r.path / "checkpoints" / "step_000008" / "huggingface" / "model.safetensors") for r in (run, resumed)
+    ]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         assert torch.equal(weights[1][name], value), name

@@ -35,7 +35,7 @@ def test_run_with_processes_for_each_role_resumes_and_stops_them(make_config, qu
         assert processes.keys() >= {"actor_0", "critic_0", "reference_0", "rollout_0"}
         first = replace(config, trainer=replace(config.trainer, total_steps=1))
         Trainer(first, cluster, inputs, run, quiet).fit()
-        assert (run.checkpoints / "step_000001" / "critic").is_dir()
+        assert (run.path / "checkpoints" / "step_000001" / "critic").is_dir()
         Trainer(config, cluster, inputs, run, quiet).fit()  # resumes
     assert not any(process.is_running() for process in processes.values())
     steps = {row["step"]: row for row in run.read_metrics() if row["phase"] == "rl" and row["step"] > 0}

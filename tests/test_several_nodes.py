@@ -36,6 +36,17 @@ _SHARED_GPU = (
     *("rollout.dtype=bfloat16", "engine.param_dtype=bfloat16", "rollout.deterministic=false", "optimizer.lr=1e-4"),
     'rollout.engine_args={attention_backend="triton",sampling_backend="pytorch",disable_cuda_graph=true}',
 )
+_STORE = {
+    **{"AWS_ENDPOINT_URL": "http://10.77.0.1:5000", "AWS_DEFAULT_REGION": "us-east-1"},
+    **{"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests"},
+}
+# Waits until the store on another node answers.
+_MAKE_BUCKET = """
+import fsspec, socket, time
+while socket.socket().connect_ex(("10.77.0.1", 5000)):
+    time.sleep(0.2)
+fsspec.filesystem("s3").mkdir("tests")
+"""
 _ONLY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "INFO"}
 
 
@@ -128,10 +139,14 @@ def test_two_nodes_with_a_gpu_each_train_and_update_weights_over_the_network(clu
 
 
 def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(cluster, tmp_path):
-    two = cluster(3, 2)  # exactly enough CPUs: an episode worker, 2 ranks and 2 engines
+    """The checkpoint is in an S3 store on the first node, as the nodes may share no folder for large files."""
+    two = cluster(3, 2, env=lambda _: _STORE)  # exactly enough CPUs: an episode worker, 2 ranks and 2 engines
+    two[0].start(sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000", stderr=subprocess.DEVNULL)
+    two[1].run(sys.executable, "-c", _MAKE_BUCKET, timeout_s=120)
     settings = (*_SMALL, f"trainer.run_dir={tmp_path}", "trainer.total_steps=4")
     run = tmp_path / "two"
-    steps = _train_on_both(two, settings, run)
+    steps = _train_on_both(two, (*settings, "trainer.checkpoint_dir=s3://tests/runs"), run)
+    assert not (run / "checkpoints").exists()
 
     _train_here(*settings, "trainer.name=one")
     expected = read_steps(tmp_path / "one")
@@ -140,7 +155,7 @@ def test_two_nodes_train_as_one_does_and_their_checkpoint_resumes_on_one(cluster
 
     fewer = ("trainer.nnodes=1", "actor.num_workers=1", "rollout.num_engines=1", "trainer.total_steps=6")
     output = _finish(_start(two[1], "train", str(run / "config.toml"), "--resume", *fewer))
-    assert "continuing after step 4" in output
+    assert "continuing after step 4 from s3://tests/runs/two/step_000004" in output.replace("\n", "")
     assert sorted(read_steps(run)) == [1, 2, 3, 4, 5, 6]
 
 

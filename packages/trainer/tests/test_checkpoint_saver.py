@@ -1,6 +1,7 @@
 """Checkpoints whose files are written while the run continues."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from tidemill_dispatch import CallTimeoutError, WorkerError
@@ -44,7 +45,8 @@ def saver(checkpoints, workers):
 
 
 def write(folder):
-    (folder / "weights").write_text("new")
+    Path(folder).mkdir()
+    (Path(folder) / "weights").write_text("new")
 
 
 def test_checkpoint_counts_and_replaces_older_ones_only_after_it_is_written(saver, workers, checkpoints):

@@ -3,36 +3,54 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from tidemill_engines.location import file_system, read_text, written_to
+from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 
 
 def _fill(text):
-    return lambda folder: (folder / "weights").write_text(text)
+    def write(folder):
+        with written_to(folder) as written:
+            (written / "weights").write_text(text)
+
+    return write
 
 
-def test_newest_checkpoints_are_kept_and_found(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "c", max_to_keep=2)
+def _weights(checkpoints, step):
+    return read_text(f"{checkpoints.path(step)}/weights")
+
+
+@pytest.fixture(params=["path", "url"])
+def folder(request, tmp_path):
+    if request.param == "path":
+        yield str(tmp_path)
+    else:
+        with s3_bucket() as url:
+            yield f"{url}/runs"
+
+
+def test_newest_checkpoints_are_kept_and_found(folder):
+    checkpoints = Checkpoints(f"{folder}/c", max_to_keep=2)
     assert checkpoints.steps() == []
     for step in (4, 8, 12):
         checkpoints.save(step, _fill(str(step)))
     assert checkpoints.steps() == [8, 12]
-    assert (checkpoints.path(12) / "weights").read_text() == "12"
+    assert _weights(checkpoints, 12) == "12"
     assert checkpoints.read_step(checkpoints.path(12)) == 12
     checkpoints.save(12, _fill("again"))
-    assert (checkpoints.path(12) / "weights").read_text() == "again"
+    assert _weights(checkpoints, 12) == "again"
 
 
-def test_prepared_checkpoint_does_not_count_before_commit(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=1)
+def test_prepared_checkpoint_does_not_count_before_commit(folder):
+    checkpoints = Checkpoints(folder, max_to_keep=1)
     checkpoints.save(1, _fill("old"))
     checkpoints.prepare(2, _fill("new"))
     assert checkpoints.steps() == [1]
     assert checkpoints.commit(2) == checkpoints.path(2)
     assert checkpoints.steps() == [2]
-    assert (checkpoints.path(2) / "weights").read_text() == "new"
+    assert _weights(checkpoints, 2) == "new"
 
 
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
@@ -42,20 +60,23 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # writing more fails as on a full disk
     try:
         with pytest.raises(CheckpointError, match=r"cannot save .*step_000002: .*; the newest complete .*step_000001"):
-            checkpoints.save(2, lambda folder: (folder / "weights").write_bytes(b"x" * 5000))
+            checkpoints.save(2, _fill("x" * 5000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoints.steps() == [1]
-    assert (checkpoints.path(1) / "weights").read_text() == "old"
+    assert _weights(checkpoints, 1) == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001"]
 
 
 _KILLED = """
 import sys, time
 from pathlib import Path
+from tidemill_engines.location import file_system, read_text, written_to
+from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.checkpoints import Checkpoints
 def write(folder):
-    (folder / "weights").write_text("half")
+    Path(folder).mkdir()
+    (Path(folder) / "weights").write_text("half")
     (Path(sys.argv[1]) / "started").touch()
     time.sleep(60)
 Checkpoints(Path(sys.argv[1]), max_to_keep=1).save(2, write)
@@ -73,19 +94,19 @@ def test_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
         time.sleep(0.05)
     process.kill()
     process.wait()
+    assert (tmp_path / "step_000002" / "weights").read_text() == "half"
     assert checkpoints.steps() == [1]
-    checkpoints.save(2, _fill("new"))
-    assert checkpoints.steps() == [2]
-    assert not list(Path(tmp_path).glob(".partial*"))
+    checkpoints.save(3, _fill("new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["started", "step_000003"]
 
 
-def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=3)
+def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(folder):
+    checkpoints = Checkpoints(folder, max_to_keep=3)
     checkpoints.save(1, _fill("a"))
     path = checkpoints.save(2, _fill("b"))
-    (path / "trainer.json").write_text("{")
+    file_system(path).pipe_file(f"{path}/trainer.json", b"{")
     with pytest.raises(CheckpointError, match=r"step_000002 is damaged .*newest complete .*step_000001; remove the"):
         checkpoints.read_step(path)
-    (path / "trainer.json").write_text('{"format": 99, "step": 2}')
+    file_system(path).pipe_file(f"{path}/trainer.json", b'{"format": 99, "step": 2}')
     with pytest.raises(CheckpointError, match="must have format 1, got 99; resume it with the version"):
         checkpoints.read_step(path)

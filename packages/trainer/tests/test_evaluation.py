@@ -2,6 +2,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,16 +63,35 @@ def test_results_per_source_leave_failed_episodes_out():
     assert results["all"]["acc/mean@2"]["num_problems"] == 3
 
 
+def test_model_at_a_url_is_downloaded_to_the_folder_of_the_run(assets, tmp_path):
+    run, url = tmp_path / "runs" / "mine", f"file://{tmp_path}/elsewhere"
+    run.mkdir(parents=True)
+    save_config(load_config(DEMO_CONFIG, [*assets, f"trainer.checkpoint_dir={url}"]), run / "config.toml")
+    Checkpoints(f"{url}/mine", 1).save(7, lambda folder: None)
+    model = tmp_path / "elsewhere" / "mine" / "step_000007" / "huggingface"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for _ in range(2):
+        config, stem = evaluation_config(run, [])
+        assert (config.model.path, config.trainer.checkpoint_dir) == (str(run / "downloads" / "step_000007"), None)
+        assert (run / "downloads" / "step_000007" / "config.json").read_text() == "{}"
+        assert stem == "eval-mine-step_000007"
+        (model / "config.json").unlink(missing_ok=True)  # the second time, it is not downloaded again
+        (model / "other.json").touch()
+
+
 def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path):
     run = tmp_path / "runs" / "mine"
     (run / "assets").mkdir(parents=True)
     save_config(load_config(DEMO_CONFIG, [*assets, "trainer.name=mine"]), run / "config.toml")
     with pytest.raises(ConfigError, match=r"the run .*mine has no checkpoint to evaluate"):
         evaluation_config(run, [])
-    checkpoint = Checkpoints(run / "checkpoints", 1).save(7, lambda folder: (folder / "huggingface").mkdir())
-    for target in (run, checkpoint):
+    checkpoint = Checkpoints(run / "checkpoints", 1).save(7, lambda folder: None)
+    (Path(checkpoint) / "huggingface").mkdir()
+    (Path(checkpoint) / "huggingface" / "config.json").touch()
+    for target in (run, Path(checkpoint)):
         config, stem = evaluation_config(target, ["rollout.temperature=0.5"])
-        assert config.model.path == str(checkpoint / "huggingface")
+        assert config.model.path == f"{checkpoint}/huggingface"
         assert (config.rollout.temperature, config.trainer.name, config.warmup.max_steps) == (0.5, None, 0)
         assert stem == "eval-mine-step_000007"
     with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):

@@ -3,9 +3,11 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import time
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from tidemill_trainer.checkpoints import Checkpoints
@@ -43,6 +45,20 @@ def test_folder_of_a_run_is_not_reused_by_a_new_run(tmp_path):
     ):
         _open(config, "x", resume=False)
     assert _open(config, "x", resume=True).path == run.path
+
+
+def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
+    url = f"file://{tmp_path}/elsewhere"
+    config = _config(tmp_path, "trainer.name=a", f"trainer.checkpoint_dir={url}")
+    run = _open(config, "x", resume=False)
+    assert run.checkpoints == RunDir(run.path).checkpoints == f"{url}/a"
+    _begin(run)
+    assert RunDir(run.path).newest_checkpoint() == 1
+    shutil.rmtree(run.path)
+    with pytest.raises(ConfigError, match=r"a exists already"):
+        _open(config, "x", resume=False)
+    relative = with_absolute_paths(_config(tmp_path, "trainer.checkpoint_dir=here"))
+    assert relative.trainer.checkpoint_dir == str(Path("here").absolute())
 
 
 def test_saved_config_has_absolute_paths(tmp_path, monkeypatch):

@@ -138,9 +138,9 @@ def run_steps(assets):
                     pool.version = step
                     finished = pool.collected
                     rollouts = Rollouts(config, pool, inputs["demo"], run_dir, inputs["progress"])
-                    rollouts.resume(step, run_dir.path / f"{step}")
+                    rollouts.resume(step, f"{run_dir.path}/{step}")
                 elif step + 1 == resumed_after:
-                    rollouts.save(run_dir.path / f"{step}")
+                    rollouts.save(f"{run_dir.path}/{step}")
             for problem, versions in finished.items():  # what had finished is trained on, and not generated again
                 assert versions.items() <= pool.taken[problem].items()
             return list(read_ledger(run_dir.ledger)), trained_problems(run_dir.ledger)

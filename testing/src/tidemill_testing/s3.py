@@ -28,7 +28,12 @@ def s3_bucket() -> Iterator[str]:
     }
     try:
         with patch.dict("os.environ", environment):
-            fsspec.url_to_fs(_BUCKET, skip_instance_cache=True)[0].mkdir(_BUCKET)
-            yield _BUCKET
+            store, _ = fsspec.url_to_fs(_BUCKET)
+            store.mkdir(_BUCKET)
+            try:
+                yield _BUCKET
+            finally:
+                store.rm(_BUCKET, recursive=True)  # servers of one process have the same content
+                store.clear_instance_cache()
     finally:
         server.stop()

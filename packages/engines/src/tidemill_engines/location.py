@@ -1,7 +1,7 @@
 """Where checkpoints are: folders, or fsspec URLs such as s3://bucket/folder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,24 +34,35 @@ def file_system(location: str) -> fsspec.AbstractFileSystem:
         ValueError: the protocol of a URL is unknown.
         ImportError: the package of its protocol is not installed.
     """
-    system, _ = fsspec.url_to_fs(location, use_listings_cache=False)
+    is_local = not is_url(location) or location.startswith("file:")
+    options = {"auto_mkdir": True} if is_local else {}  # other systems have no folders, or create them
+    system, _ = fsspec.url_to_fs(location, use_listings_cache=False, **options)
     return system
 
 
 def sizes(location: str) -> dict[str, int | None]:
-    """Return the sizes of the files in a folder by name; those of folders are undefined. Empty if it does not exist."""
-    try:
-        entries = file_system(location).ls(location, detail=True)
-    except FileNotFoundError:
-        return {}
+    """Return the sizes of the files in a folder by name; those of folders are undefined. Empty if it does not exist.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with reported(f"read {location}"):
+        try:
+            entries = file_system(location).ls(location, detail=True)
+        except FileNotFoundError:
+            return {}
     return {entry["name"].rstrip("/").split("/")[-1]: entry["size"] for entry in entries}
 
 
 @contextmanager
-def written_to(location: str) -> Iterator[Path]:
+def written_to(location: str, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a folder whose files are in `location` after the block.
 
     It is the folder itself, which is created, or for a URL a temporary one, which is uploaded.
+
+    Args:
+        location: path or URL of the folder.
+        temporary: parent of the temporary folder; None: TMPDIR.
 
     Raises:
         OSError: the upload failed.
@@ -60,11 +71,62 @@ def written_to(location: str) -> Iterator[Path]:
         Path(location).mkdir(parents=True, exist_ok=True)
         yield Path(location)
         return
-    with TemporaryDirectory(prefix=TEMPORARY) as name:
+    with TemporaryDirectory(prefix=TEMPORARY, dir=temporary) as name:
         yield Path(name)
         files = [str(path) for path in Path(name).rglob("*") if path.is_file()]
         with reported(f"write to {location}"):
             file_system(location).put(files, [location + file.removeprefix(name) for file in files])
+
+
+@contextmanager
+def read_from(location: str, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a folder with the files of `location`: the folder itself, or for a URL a temporary one; see `written_to`.
+
+    Raises:
+        OSError: the download failed.
+    """
+    if not is_url(location):
+        yield Path(location)
+        return
+    with TemporaryDirectory(prefix=TEMPORARY, dir=temporary) as name:
+        download(location, sizes(location), Path(name))
+        yield Path(name)
+
+
+def download(location: str, names: Iterable[str], folder: Path) -> None:
+    """Download these files of a folder at a URL to `folder`.
+
+    Raises:
+        OSError: the download failed.
+    """
+    names = list(names)
+    with reported(f"read {location}"):
+        file_system(location).get([f"{location}/{name}" for name in names], [str(folder / name) for name in names])
+
+
+def read_text(file: str) -> str:
+    """Read a file at a path or URL.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with reported(f"read {file}"):
+        content = file_system(file).cat_file(file)
+    assert isinstance(content, bytes)
+    return content.decode()
+
+
+def write_text(file: str, text: str) -> None:
+    """Write a file at a path or URL, whose folder is created. It is on the disk when this returns.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with reported(f"write to {file}"), file_system(file).open(file, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        if not is_url(file):
+            os.fsync(stream.fileno())
 
 
 def remove(location: str, *, first: str) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints that the workers write while the run continues."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +38,7 @@ class CheckpointSaver:
         if error is None or _answer(error):
             self.commit(waits=True)
 
-    def save(self, step: int, write: Callable[[Path], None]) -> None:
+    def save(self, step: int, write: Callable[[str], None]) -> None:
         """Wait for the previous checkpoint, and start to save that of `step`; see `Checkpoints.prepare`."""
         self.commit(waits=True)
         self._checkpoints.prepare(step, write)

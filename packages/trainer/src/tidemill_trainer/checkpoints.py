@@ -1,14 +1,13 @@
 """Atomic checkpoints of a run."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError
+from tidemill_engines.location import read_text, remove, sizes, write_text
 
 FORMAT = 1
 HF_FOLDER = "huggingface"
@@ -24,53 +23,47 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints in `folder`, one subfolder `step_000123` per checkpoint.
 
-    A checkpoint is written to a hidden folder and renamed when it is complete. A folder with the name of a step is
-    therefore always complete, even if the process is killed.
+    A checkpoint is complete when it has the file `trainer.json`, which is written last and removed first, so that it
+    is also true if the process is killed.
 
     Args:
-        folder: folder of all checkpoints.
+        folder: folder of all checkpoints, or its fsspec URL.
         max_to_keep: number of checkpoints to keep; older ones are removed.
     """
 
-    def __init__(self, folder: Path, max_to_keep: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path, max_to_keep: int) -> None:
+        self._folder = str(folder)
         self._max_to_keep = max_to_keep
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
-        if not self._folder.is_dir():
-            return []
-        matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        return [step for step in self._all_steps() if _STATE in sizes(self.path(step))]
 
-    def path(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}"
+    def path(self, step: int) -> str:
+        """Return the folder of a checkpoint, or its URL."""
+        return f"{self._folder}/step_{step:06d}"
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[str], None]) -> str:
         """Write the checkpoint of `step`: `prepare`, then `commit`."""
         self.prepare(step, write)
         return self.commit(step)
 
-    def prepare(self, step: int, write: Callable[[Path], None]) -> None:
-        """Write the checkpoint of `step` to a hidden folder, which `commit(step)` completes.
+    def prepare(self, step: int, write: Callable[[str], None]) -> None:
+        """Write the files of the checkpoint of `step`, which `commit(step)` completes.
 
         Args:
-            step: step of the checkpoint.
-            write: function that writes the files to the folder it receives.
+            step: step of the checkpoint. An older checkpoint of this step is removed.
+            write: function that writes the files to the folder or URL it receives.
 
         Raises:
             CheckpointError: writing failed; the partial checkpoint is removed, and earlier ones are unchanged.
         """
-        partial = self._partial(step)
-        for leftover in self._folder.glob(".partial-*"):  # of a run that was killed while saving
-            shutil.rmtree(leftover)
         with self.removed_on_error(step):
-            partial.mkdir(parents=True)
-            write(partial)
-            with (partial / _STATE).open("w") as state:
-                json.dump({"format": FORMAT, "step": step}, state)
-                state.flush()
-                os.fsync(state.fileno())
+            complete = self.steps()
+            for other in self._all_steps():
+                if other == step or other not in complete:  # of a run that was killed while saving
+                    self._remove(other)
+            write(self.path(step))
 
     @contextmanager
     def removed_on_error(self, step: int) -> Iterator[None]:
@@ -83,33 +76,30 @@ class Checkpoints:
         except (CallTimeoutError, WorkerDiedError):
             raise  # a worker may still write; the next save removes its files
         except Exception as error:
-            shutil.rmtree(self._partial(step), ignore_errors=True)
+            with suppress(OSError):  # which may be the error itself
+                self._remove(step)
             raise CheckpointError(f"cannot save {self.path(step)}: {_first_line(error)}; {self._newest()}") from error
 
-    def commit(self, step: int) -> Path:
-        """Rename the prepared checkpoint and remove older ones beyond `max_to_keep`; return its folder.
+    def commit(self, step: int) -> str:
+        """Complete the prepared checkpoint and remove older ones beyond `max_to_keep`; return its folder or URL.
 
         Raises:
-            CheckpointError: the folder cannot be renamed; earlier checkpoints are unchanged.
+            CheckpointError: its last file cannot be written; earlier checkpoints are unchanged.
         """
-        target = self.path(step)
-        try:
-            self._discard(target)
-            self._partial(step).rename(target)
-        except OSError as error:
-            raise CheckpointError(f"cannot save {target}: {_first_line(error)}; {self._newest()}") from error
+        with self.removed_on_error(step):
+            write_text(f"{self.path(step)}/{_STATE}", json.dumps({"format": FORMAT, "step": step}))
         for old in self.steps()[: -self._max_to_keep]:
-            self._discard(self.path(old))
-        return target
+            self._remove(old)
+        return self.path(step)
 
-    def read_step(self, path: Path) -> int:
+    def read_step(self, path: str) -> int:
         """Return the step of the checkpoint at `path`.
 
         Raises:
             CheckpointError: the checkpoint is damaged or has another format version.
         """
         try:
-            state = json.loads((path / _STATE).read_text())
+            state = json.loads(read_text(f"{path}/{_STATE}"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged ({error}); {self._newest(path)}; remove the damaged folder to "
@@ -122,15 +112,15 @@ class Checkpoints:
             )
         return state["step"]
 
-    def _partial(self, step: int) -> Path:
-        return self._folder / f".partial-{self.path(step).name}"
+    def _all_steps(self) -> list[int]:
+        """Return the steps of all checkpoints, also of incomplete ones, ascending."""
+        matches = (_NAME.fullmatch(name) for name in sizes(self._folder))
+        return sorted(int(match[1]) for match in matches if match)
 
-    def _discard(self, path: Path) -> None:
-        """Remove a checkpoint. It is renamed first, so that a partly removed one does not count as complete."""
-        if path.exists():
-            shutil.rmtree(path.rename(self._folder / f".partial-old-{path.name}"))
+    def _remove(self, step: int) -> None:
+        remove(self.path(step), first=_STATE)
 
-    def _newest(self, other_than: Path | None = None) -> str:
+    def _newest(self, other_than: str | None = None) -> str:
         paths = [path for path in map(self.path, self.steps()) if path != other_than]
         return f"the newest complete checkpoint is {paths[-1]}" if paths else "there is no other checkpoint"
 

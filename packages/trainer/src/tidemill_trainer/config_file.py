@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import tomli_w
 import torch
 from pydantic import TypeAdapter, ValidationError
+from tidemill_engines.location import absolute, is_url
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
@@ -115,6 +116,9 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
 
 def _with_paths(config: ConfigT, change: Callable[[str], str]) -> ConfigT:
     """Apply `change` to every path of the configuration."""
+    checkpoint_dir = config.trainer.checkpoint_dir
+    if checkpoint_dir is not None:
+        checkpoint_dir = absolute(checkpoint_dir) if is_url(checkpoint_dir) else change(checkpoint_dir)
     config = replace(
         config,
         model=replace(config.model, path=change(config.model.path)),
@@ -123,7 +127,7 @@ def _with_paths(config: ConfigT, change: Callable[[str], str]) -> ConfigT:
             train_files=tuple(change(path) for path in config.data.train_files),
             val_files=tuple(change(path) for path in config.data.val_files),
         ),
-        trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir)),
+        trainer=replace(config.trainer, run_dir=change(config.trainer.run_dir), checkpoint_dir=checkpoint_dir),
     )
     return _with_own_paths(config, change) if isinstance(config, Config) else config
 

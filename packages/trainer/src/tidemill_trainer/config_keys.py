@@ -33,6 +33,7 @@ RENAMED: dict[str, tuple[str, ...]] = {  # from the last part of verl's key to t
     "total_training_steps": ("trainer.total_steps", "optimizer.total_steps"),
     "experiment_name": ("trainer.name",),
     "default_local_dir": ("trainer.run_dir",),
+    "default_hdfs_dir": ("trainer.checkpoint_dir",),
     "max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
     "nnodes": ("trainer.nnodes",),
     "n_gpus_per_node": ("actor.num_workers",),

@@ -1,6 +1,7 @@
 """The command `tidemill eval`: run the validation problems through the episodes of a configuration."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
+from tidemill_engines.location import download, is_url, sizes, split
 
 from tidemill_trainer.algorithm_config import RewardModelConfig
 from tidemill_trainer.checkpoints import HF_FOLDER, Checkpoints
@@ -40,14 +42,19 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         step = run.newest_checkpoint()
         if is_run and step is None:
             raise ConfigError(f"the run {target} has no checkpoint to evaluate; choose another one")
-        checkpoint = Checkpoints(run.checkpoints, max_to_keep=1).path(step) if is_run and step is not None else target
-        if not run.config.is_file() or not (checkpoint / HF_FOLDER).is_dir():
+        checkpoint = str(target)
+        if is_run and step is not None:
+            checkpoint = Checkpoints(run.checkpoints, max_to_keep=1).path(step)
+        model = f"{checkpoint}/{HF_FOLDER}"
+        if not run.config.is_file() or not sizes(model):
             raise ConfigError(
                 f"expected the folder of a run or of one of its checkpoints, got {target}; a checkpoint is "
                 "runs/NAME/checkpoints/step_..."
             )
-        config = load_config(run.config, [f"model.path={checkpoint / HF_FOLDER}", *overrides])
-        stem = f"eval-{run.path.name}-{checkpoint.name}"
+        if is_url(model):
+            model = _downloaded(model, run.path / "downloads" / split(checkpoint)[1])
+        config = load_config(run.config, [f"model.path={model}", *overrides])
+        stem = f"eval-{run.path.name}-{split(checkpoint)[1]}"
     else:
         config = load_config(target, overrides)
         stem = f"eval-{target.stem}"
@@ -64,8 +71,19 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         model=replace(config.model, init_seed=None),
         warmup=replace(config.warmup, max_steps=0),
         reward_model=RewardModelConfig(),
-        trainer=replace(config.trainer, name=name, logger=(), stop_at_accuracy=None),
+        trainer=replace(config.trainer, name=name, checkpoint_dir=None, logger=(), stop_at_accuracy=None),
     ), stem
+
+
+def _downloaded(url: str, folder: Path) -> str:
+    """Download a model to a new folder; what is there was downloaded before."""
+    if not folder.is_dir():
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        download(url, sizes(url), partial)
+        partial.rename(folder)
+    return str(folder)
 
 
 def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress, *, n: int, greedy: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from tidemill_algorithms import AdaptiveKLController, FixedKLController, kl_penalty, overlong_penalty
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch.ray import RayWorkerGroup
+from tidemill_engines.location import absolute, read_text, write_text
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import AlgorithmConfig
@@ -203,10 +204,10 @@ class Learner:
         workers = self._groups.actor
         return self._mini_batches(batch, step, columns, config.ppo_epochs, algorithm.add_weights, workers)
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str) -> None:
         """Save the states of policy and critic to subfolders of `folder`, and the coefficient of the KL penalty."""
-        self._groups.save_checkpoint(str(folder.resolve()))
-        (folder / _KL_STATE).write_text(json.dumps(self._kl.state_dict()))
+        self._groups.save_checkpoint(absolute(folder))
+        write_text(f"{folder}/{_KL_STATE}", json.dumps(self._kl.state_dict()))
 
     def finish_checkpoint(self, waits: bool) -> bool:
         """Return whether all workers have written their files of a checkpoint, after waiting for them if `waits`."""
@@ -216,11 +217,11 @@ class Learner:
         """Return the hash of the weights of policy ("engine") and critic for each rank; see `weight_hash`."""
         return self._groups.hash_weights()
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` saved, after `init_roles`."""
-        self._groups.load_checkpoint(str(folder.resolve()))
+        self._groups.load_checkpoint(absolute(folder))
         if self._config.algorithm.target_kl is not None:  # else the configuration has the coefficient
-            self._kl.load_state_dict(json.loads((folder / _KL_STATE).read_text()))
+            self._kl.load_state_dict(json.loads(read_text(f"{folder}/{_KL_STATE}")))
 
     def _mini_batches(
         self,

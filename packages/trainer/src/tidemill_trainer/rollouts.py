@@ -1,12 +1,13 @@
 """The rollouts of a step: problems become episodes, and episodes become rows to train on."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from tidemill_engines.location import read_from, written_to
 from tidemill_rollout import Problem
 
 from tidemill_trainer.algorithm import Algorithm
@@ -24,6 +25,7 @@ from tidemill_trainer.rollout.episode_pool import EpisodePool, Running
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
 
+_IN_FLIGHT = "in_flight"
 _MAX_ROUNDS = 10
 
 
@@ -69,10 +71,20 @@ class Rollouts:
         inputs: problems, with `train`.
         run: folder for the ledger and for examples of forks.
         progress: terminal output.
+        temporary: folder for temporary files; None: TMPDIR.
     """
 
-    def __init__(self, config: Config, pool: EpisodePool, inputs: Inputs, run: RunDir, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: EpisodePool,
+        inputs: Inputs,
+        run: RunDir,
+        progress: Progress,
+        temporary: Path | None = None,
+    ) -> None:
         assert inputs.train is not None
+        self._temporary = temporary
         self._config = config
         self._pool = pool
         self._loader = PromptLoader(inputs.train, config.data.train_batch_size, config.trainer.seed)
@@ -90,20 +102,20 @@ class Rollouts:
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks: set[str] = set()
 
-    def save(self, folder: Path) -> None:
-        """Write what has finished of the later steps that have started to `folder`; without any, write nothing.
+    def save(self, checkpoint: str) -> None:
+        """Write what has finished of the later steps that have started to the folder or URL of a checkpoint.
 
         Call it after `settle`. The other episodes of these steps run on.
         """
         for step, current in self._steps.items():
             [first] = current.rounds  # further rounds start and end in `take`
-            folder.mkdir(exist_ok=True)
             info = {"start": first.start, "num_problems": first.num_problems}
-            save_episodes(_file(folder, step), self._pool.collect(first.sampled), **info)
-            if first.greedy is not None:
-                save_episodes(_file(folder, step, greedy=True), self._pool.collect(first.greedy), **info)
+            with written_to(f"{checkpoint}/{_IN_FLIGHT}", self._temporary) as folder:
+                save_episodes(_file(folder, step), self._pool.collect(first.sampled), **info)
+                if first.greedy is not None:
+                    save_episodes(_file(folder, step, greedy=True), self._pool.collect(first.greedy), **info)
 
-    def resume(self, step: int, folder: Path) -> None:
+    def resume(self, step: int, checkpoint: str) -> None:
         """Continue after `step`: take over the episodes of later steps that `save` wrote, and start their others.
 
         Those start again, from their problem and seed.
@@ -111,9 +123,12 @@ class Rollouts:
         Raises:
             CheckpointError: a file is damaged, or the ledger lacks these steps.
         """
-        files = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
-        saved = {int(path.stem): _load(path) for path in files}
-        greedy = {number: _load(_file(folder, number, greedy=True)) for number in saved if self._has_baselines}
+        with _damage_reported(checkpoint), read_from(f"{checkpoint}/{_IN_FLIGHT}", self._temporary) as folder:
+            files = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+            saved = {int(path.stem): load_episodes(path) for path in files}
+            greedy = {
+                number: load_episodes(_file(folder, number, greedy=True)) for number in saved if self._has_baselines
+            }
         in_flight: dict[int, InFlight] = {}
         for number, (episodes, info) in saved.items():
             num_tokens = episodes.num_generated + (greedy[number][0].num_generated if greedy else 0)
@@ -336,12 +351,13 @@ def _file(folder: Path, step: int, *, greedy: bool = False) -> Path:
     return folder / f"{step:06d}{'_greedy' if greedy else ''}.safetensors"
 
 
-def _load(path: Path) -> tuple[Episodes, dict[str, Any]]:
+@contextmanager
+def _damage_reported(checkpoint: str) -> Iterator[None]:
     try:
-        return load_episodes(path)
+        yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {path.parent.parent} is damaged ({error}); remove its folder to resume without it"
+            f"the checkpoint {checkpoint} is damaged ({error}); remove its folder to resume without it"
         ) from error
 
 

@@ -344,7 +344,7 @@ def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progre
         change = f"validation loss went from {result.loss_before:.3f} to {result.loss:.3f}"
     folder = run.path
     if config.trainer.save_freq >= 0:
-        folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) / HF_FOLDER
+        folder = Checkpoints(run.checkpoints, max_to_keep=1).path(result.steps) + f"/{HF_FOLDER}"
     done = f"{change} in {result.steps} steps and {progress.seconds():.0f} s"
     progress.info(f"{done}; the {'run' if folder == run.path else 'model'} is in {folder}", style="bold")
 

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -40,6 +41,7 @@ class RunCluster(ABC, Generic[ConfigT]):
 
     Attributes:
         groups: the groups of training workers, by name.
+        temporary: folder for temporary files of the run, once the processes start.
         watch: the same; the caller enters it.
     """
 
@@ -50,6 +52,7 @@ class RunCluster(ABC, Generic[ConfigT]):
         self._log_dir = str(run.logs.resolve())
         self._stack = ExitStack()
         self.groups: dict[str, RayWorkerGroup] = {}
+        self.temporary: Path
         self.watch = watch
 
     def __enter__(self) -> Self:
@@ -90,6 +93,7 @@ class RunCluster(ABC, Generic[ConfigT]):
         """Create the temporary folder of the processes, which is removed on all nodes after their end."""
         forget(self._run.logs)
         files = EngineFiles.create()
+        self.temporary = files.folder
         self._stack.callback(files.remove)
         self._stack.callback(remove_on_other_nodes, files, self._run.logs)
         return files

@@ -58,6 +58,8 @@ class BaseTrainerConfig:
     Attributes:
         name: name of the run's folder in `run_dir`; None uses the name of the config file and the current time.
         run_dir: parent folder of all runs.
+        checkpoint_dir: folder or fsspec URL, such as "s3://bucket/folder", in which the checkpoints of each run have a
+            folder of its name. None: the folder `checkpoints` of the run.
         project_name: name that groups runs: the project in Weights & Biases, the experiment in MLflow.
         logger: where metrics go in addition to the terminal and `metrics.jsonl`: "tensorboard", "wandb", "mlflow". Each
             one requires the extra of its name, such as `tidemill-trainer[wandb]`.
@@ -79,6 +81,7 @@ class BaseTrainerConfig:
 
     name: str | None = None
     run_dir: str = "runs"
+    checkpoint_dir: str | None = None
     project_name: str = "tidemill"
     logger: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     test_freq: CountOrZero = 10

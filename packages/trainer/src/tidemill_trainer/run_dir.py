@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,18 +28,22 @@ from tidemill_trainer.run_config import RunConfig
 class RunDir:
     """The files of one run. Each line of a `.jsonl` file is a JSON object with a `step`.
 
+    Args:
+        path: its folder.
+        checkpoint_dir: `trainer.checkpoint_dir` of a new run; that of another run is in its `config.toml`.
+
     Attributes:
         listeners: called with each line of metrics after it is written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checkpoint_dir: str | None = None) -> None:
         self.path = path
+        self._checkpoint_dir = checkpoint_dir
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.forks = path / "forks.jsonl"
         self.ledger = path / "ledger.jsonl"
-        self.checkpoints = path / "checkpoints"
         self.batches = path / "batches"
         self.initial_policy = path / "initial_policy"
         self.logs = path / "logs"
@@ -47,6 +52,14 @@ class RunDir:
         self.lock = path / "lock"
         self.engine_requests = path / "engine_requests"
         self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder of the checkpoints, or its URL."""
+        parent = self._checkpoint_dir
+        if parent is None and self.config.is_file():
+            parent = tomllib.loads(self.config.read_text()).get("trainer", {}).get("checkpoint_dir")
+        return str(self.path / "checkpoints") if parent is None else f"{parent}/{self.path.absolute().name}"
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a line of metrics. Numbers that are not finite become null, since JSON does not have them."""
@@ -169,7 +182,8 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
 
 
 def _create(config: RunConfig, stem: str) -> RunDir:
-    run = RunDir(Path(config.trainer.run_dir) / (config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    name = config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = RunDir(Path(config.trainer.run_dir) / name, config.trainer.checkpoint_dir)
     run.path.mkdir(parents=True, exist_ok=True)
     return run
 

@@ -1,7 +1,6 @@
 """The training loop."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tidemill_trainer.batch_record import BatchRecord, RecordedStep
 from tidemill_trainer.checkpoint_saver import CheckpointSaver
@@ -24,7 +23,6 @@ from tidemill_trainer.sft.objective import SFT
 from tidemill_trainer.timing import Timing, is_due
 from tidemill_trainer.training_step import Trained, TrainingStep
 
-_IN_FLIGHT = "in_flight"
 """Folder in a checkpoint with the finished episodes of steps that have started."""
 
 
@@ -71,7 +69,7 @@ class Trainer:
         self._tokenizer = inputs.tokenizer
         with self._waits("load"):
             cluster.episodes.load(config)
-        self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress)
+        self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress, cluster.temporary)
         dtypes = config.rollout.dtype, config.engine.param_dtype
         gate = MismatchGate(config.rollout.max_log_prob_abs_diff, dtypes)
         self._training = TrainingStep(config, self._learner, gate)
@@ -140,13 +138,13 @@ class Trainer:
                 self._engines.update_weights(step)
             self._run.remove_after(step)
             self._record.remove_after(step)
-            self._rollouts.resume(step, path / _IN_FLIGHT)
+            self._rollouts.resume(step, path)
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
             return step
         self._run.begin(self._progress.warn)
         self._record.remove_after(-1)
-        self._rollouts.resume(0, self._checkpoints.path(0) / _IN_FLIGHT)
+        self._rollouts.resume(0, self._checkpoints.path(0))
         if self._config.warmup.max_steps > 0:
             self._warm_up()
         with self._waits("roles"):
@@ -199,10 +197,10 @@ class Trainer:
         self._accuracy = metrics.get("val/accuracy", self._accuracy)
         return metrics
 
-    def _write_checkpoint(self, folder: Path) -> None:
+    def _write_checkpoint(self, folder: str) -> None:
         self._engines.release()
         self._learner.save_checkpoint(folder)
-        self._rollouts.save(folder / _IN_FLIGHT)
+        self._rollouts.save(folder)
 
     def _reached(self, accuracy: float | None) -> bool:
         return accuracy is not None and self._accuracy is not None and self._accuracy >= accuracy

@@ -1,6 +1,8 @@
 import tempfile
 
 import pytest
+from tidemill_engines.location import file_system
+from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.cli import DEMO_CONFIG, DEMO_CONFIGS, main
 
 
@@ -46,6 +48,28 @@ def test_doctor_clean_prints_what_it_removed(doctor, tmp_path):
     assert f"removed {tmp_path}/tidemill-run-old" in printed.out
     assert not (tmp_path / "tidemill-run-old").exists()
     assert "dead runs left nothing" in doctor("--clean")[1].out
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("s3://tests/runs", ""),
+        (
+            "s3://nobody/runs",
+            "config key trainer.checkpoint_dir: could not write to s3://nobody/runs/",
+        ),
+        (
+            "gs://tests/runs",
+            "config key trainer.checkpoint_dir: could not write to gs://tests/runs/",
+        ),
+    ],
+)
+def test_doctor_writes_and_reads_where_checkpoints_will_be(doctor, assets, where, message):
+    with s3_bucket() as url:
+        status, printed = doctor(DEMO_CONFIG, *assets, "engine.device=cpu", f"trainer.checkpoint_dir={where}")
+        assert status == bool(message)
+        assert message in printed.err.replace("\n", " ")
+        assert not file_system(url).find(url)
 
 
 @pytest.mark.parametrize(

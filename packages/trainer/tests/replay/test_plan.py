@@ -70,7 +70,7 @@ def test_episodes_in_a_file_are_unchanged(tmp_path, episodes):
 def test_replay_starts_from_the_newest_checkpoint_before_the_steps(run, steps, start, expected):
     plan = replay_plan(run.path, steps, [])
     assert (plan.start, plan.steps) == (start, expected)
-    assert plan.checkpoint == run.checkpoints / f"step_{start:06d}"
+    assert plan.checkpoint == str(run.path / "checkpoints" / f"step_{start:06d}")
 
 
 def test_run_without_warm_up_can_be_replayed_from_the_initial_model(run):
@@ -94,7 +94,7 @@ def test_steps_outside_the_record_are_refused(run, steps, message):
 
 
 def test_steps_without_an_earlier_checkpoint_are_refused(run):
-    shutil.rmtree(run.checkpoints / "step_000002")
+    shutil.rmtree(run.path / "checkpoints" / "step_000002")
     with pytest.raises(ConfigError, match=r"no checkpoint before step 3; replay steps after 4, and raise trainer.max_"):
         replay_plan(run.path, (3, 6), [])
     assert replay_plan(run.path, None, []).steps == range(5, 7)

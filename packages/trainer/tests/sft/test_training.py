@@ -100,6 +100,23 @@ def test_resumed_run_equals_an_uninterrupted_one(train, write, capsys):
     assert metrics[3]["val/loss"] == pytest.approx(-of_rows.mean().item(), rel=1e-5)
 
 
+def test_run_with_checkpoints_at_a_url_resumes(train, write, tmp_path, capsys):
+    url = f"file://{tmp_path}/elsewhere"
+    settings = [*data(write, TRAIN, VAL), "data.train_batch_size=4", "trainer.total_epochs=1", "trainer.save_freq=1"]
+    settings += [f"trainer.checkpoint_dir={url}"]
+    whole = train("whole", *settings)
+    saved = tmp_path / "elsewhere" / "whole"
+    assert sorted(path.name for path in saved.iterdir()) == ["step_000002", "step_000003"]  # max_ckpt_to_keep
+    assert not (whole / "checkpoints").exists()
+    expected, metrics = load_file(saved / "step_000003" / "huggingface" / "model.safetensors"), metrics_of(whole)
+    (saved / "step_000003" / "trainer.json").unlink()
+    train("whole", *settings, resume=True)
+    assert f"continuing after step 2 from {url}/whole/step_000002" in capsys.readouterr().out.replace("\n", "")
+    assert metrics_of(whole) == metrics
+    weights = load_file(saved / "step_000003" / "huggingface" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
 def test_megatron_trains_and_validates_as_transformers_computes(train, write):
     megatron = ["engine.backend=megatron", "engine.tp=2", "engine.max_token_len_per_gpu=128"]
     folder = train("megatron", *data(write, TRAIN, VAL), *megatron, "data.train_batch_size=9", "trainer.total_epochs=2")

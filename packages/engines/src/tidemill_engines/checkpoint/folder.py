@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
 from tidemill_engines.location import (
     TEMPORARY,
+    download,
     file_system,
     is_url,
+    read_text,
     remove,
     reported,
     sizes,
@@ -188,9 +190,7 @@ def opened(location: str, group: dist.ProcessGroup, *, with_optimizer: bool) -> 
         with raise_on_all_ranks(group), _with_advice(location):
             own = sorted(manifest["files"])[rank::num_ranks]
             if is_url(location):
-                with reported(f"read {location}"):
-                    remote = [f"{location}/{name}" for name in own]
-                    file_system(location).get(remote, [str(folder / name) for name in own])
+                download(location, own, folder)
             for name in own:
                 if _checksum(folder / name) != manifest["files"][name][1]:
                     raise ValueError(f"{location}/{name} is damaged: its contents have changed")
@@ -250,13 +250,11 @@ def whole_checkpoints(parent: str) -> list[str]:
 def _read_whole(location: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint after checking that all of its files exist with their original size."""
     file = f"{location}/{MANIFEST}"
-    with reported(f"read {location}"):
-        found = sizes(location)
-        content = file_system(location).cat_file(file) if MANIFEST in found else b""
+    found = sizes(location)
     if MANIFEST not in found:
         raise FileNotFoundError(f"{location} is not a complete checkpoint: it lacks {MANIFEST}")
     try:
-        manifest = json.loads(content)
+        manifest = json.loads(read_text(file))
         version = manifest["format_version"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error

@@ -97,7 +97,10 @@ def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progre
     with _connected(address, progress), Survey(run_dir) as survey:
         room = [] if config is None else _check_room(config, node_resources())
         with progress.waiting("checking each node"):
-            survey.inspect(None if config is None else config.model.path, has_leftovers=True)
+            model, checkpoint_dir = (
+                (None, None) if config is None else (config.model.path, config.trainer.checkpoint_dir)
+            )
+            survey.inspect(model, checkpoint_dir, has_leftovers=True)
         for facts in survey.facts.values():
             progress.info(f"{facts.name}: {_summary(facts.versions)}, {facts.num_cpus} CPUs, {len(facts.gpus)} GPUs")
         if len(survey.facts) > 1:

@@ -8,6 +8,7 @@ from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.doctor.facts import read_facts
 from tidemill_trainer.doctor.finding import Finding
 from tidemill_trainer.doctor.node_checks import check_devices, check_node
+from tidemill_trainer.doctor.shared_folder import not_shared, shared_file
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_config import RunConfig
 
@@ -15,7 +16,14 @@ from tidemill_trainer.run_config import RunConfig
 def inspect_machine(config: RunConfig) -> list[Finding]:
     """Check this machine for a run without a cluster."""
     facts = read_facts(None, None)
-    return [*check_devices(facts, config, has_cuda=torch.cuda.is_available()), *check_node(facts)]
+    findings = [*check_devices(facts, config, has_cuda=torch.cuda.is_available()), *check_node(facts)]
+    if config.trainer.checkpoint_dir is not None:
+        try:
+            with shared_file(config.trainer.checkpoint_dir) as file:
+                file.check()
+        except OSError as error:
+            findings.append(not_shared("trainer.checkpoint_dir", facts.name, str(error)))
+    return findings
 
 
 def check_machine(config: RunConfig, progress: Progress) -> None:
@@ -45,7 +53,7 @@ def check_cluster(config: RunConfig, progress: Progress) -> None:
     from tidemill_trainer.doctor.survey import Survey
 
     with progress.waiting("checking the nodes"), Survey(config.trainer.run_dir) as survey:
-        survey.inspect(config.model.path)
+        survey.inspect(config.model.path, config.trainer.checkpoint_dir)
     enforce(survey.findings, progress)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tidemill_trainer.doctor.facts import NodeFacts, interface_of, read_facts
 from tidemill_trainer.doctor.leftovers import clean, describe
 from tidemill_trainer.doctor.links import Link
+from tidemill_trainer.doctor.shared_folder import SharedFile
 
 _CONNECT_S = 5.0
 _READ_S = 3.0
@@ -78,7 +79,7 @@ class Probe:
 
         return measure_gpus()
 
-    def reads(self, file: str, content: str) -> str:
+    def check(self, file: SharedFile) -> str:
         """Return why a file that another node has written cannot be read here; empty if it can.
 
         A network file system may show it with a delay.
@@ -86,8 +87,8 @@ class Probe:
         deadline = time.monotonic() + _READ_S
         while True:
             try:
-                found = Path(file).read_text()
-                return "" if found == content else f"{file} has another content"
+                file.check()
+                return ""
             except OSError as error:
                 if time.monotonic() > deadline:
                     return str(error)

@@ -1,9 +1,7 @@
 """Questions to all nodes of a cluster, and what follows from their answers."""
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +15,7 @@ from tidemill_trainer.doctor.finding import Finding
 from tidemill_trainer.doctor.links import Link, check_links, rounds
 from tidemill_trainer.doctor.node_checks import check_address, check_model, check_node
 from tidemill_trainer.doctor.probe import Probe
+from tidemill_trainer.doctor.shared_folder import not_shared, shared_file
 
 _ANSWER_S = 60.0
 
@@ -57,24 +56,27 @@ class Survey:
         for probe in self._probes.values():
             ray.kill(probe)
 
-    def inspect(self, model: str | None, *, has_leftovers: bool = False) -> None:
-        """Check each node, and compare software, model, clocks and the folder of runs between them.
+    def inspect(self, model: str | None, checkpoint_dir: str | None = None, *, has_leftovers: bool = False) -> None:
+        """Check each node, and compare software, model, clocks and the folders of runs and checkpoints between them.
 
         Args:
             model: folder of the model; None without one.
+            checkpoint_dir: folder or URL of the checkpoints; None: the folder of the runs.
             has_leftovers: also report what dead runs left.
         """
         self.facts = self._ask(lambda probe: probe.facts.remote(model, has_leftovers=has_leftovers))
         nodes = list(self.facts.values())
         for node in nodes:
             self.findings += [*check_node(node), *check_model(node)]
+        if checkpoint_dir is not None:
+            self._check_shared("trainer.checkpoint_dir", checkpoint_dir)
         if len(nodes) < 2:
             return
         for node in nodes:
             self.findings += check_address(node)
         self.findings += compare_nodes(nodes)
         self.findings += compare_clocks(self._clocks())
-        self._check_shared(Path(self._run_dir))
+        self._check_shared("trainer.run_dir", self._run_dir)
 
     def clean(self) -> dict[str, list[str]]:
         """Remove what dead runs left on each node; return what was removed, by the name of the node."""
@@ -137,27 +139,14 @@ class Survey:
                 readings[self._names[node]] = ClockReading(sent_s=sent, received_s=time.time(), remote_s=answer[node])
         return readings
 
-    def _check_shared(self, folder: Path) -> None:
-        """Check that all nodes see the same folder: a file that the driver writes must be readable on each of them."""
-        file, content = folder / f".tidemill-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex
-        created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
+    def _check_shared(self, key: str, folder: str) -> None:
+        """Check that all nodes read what the driver writes to the folder or URL of a configuration key."""
         try:
-            answers = self._ask(lambda probe: probe.reads.remote(str(file), content))
-        finally:
-            file.unlink()
-            for parent in created:
-                parent.rmdir()
-        self.findings += [
-            Finding(
-                node=self._names[node],
-                cause=f"config key trainer.run_dir: a file that the driver wrote to {folder} cannot be read: {error}",
-                remedy="set it to a folder of a file system that all nodes share",
-            )
-            for node, error in answers.items()
-            if error
-        ]
+            with shared_file(folder) as file:
+                errors = self._ask(lambda probe: probe.check.remote(file))
+        except OSError as error:
+            errors = {ray.get_runtime_context().get_node_id(): str(error)}
+        self.findings += [not_shared(key, self._names[node], error) for node, error in errors.items() if error]
 
     def _ask(self, question: Callable[[Any], Any]) -> dict[str, Any]:
         return self._answers({node: question(probe) for node, probe in self._probes.items()})

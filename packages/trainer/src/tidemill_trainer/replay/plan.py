@@ -28,8 +28,8 @@ class ReplayPlan:
     steps: range
 
     @property
-    def checkpoint(self) -> Path | None:
-        """Folder of the checkpoint."""
+    def checkpoint(self) -> str | None:
+        """Folder of the checkpoint, or its URL."""
         return None if self.start is None else Checkpoints(self.run.checkpoints, max_to_keep=1).path(self.start)
 
 
@@ -107,7 +107,7 @@ def _check_layout(step: int, recorded: RecordedStep, config: Config) -> None:
 
 def replay_config(plan: ReplayPlan) -> Config:
     """Return the configuration of the replay's own folder, `replay` in the folder of the run."""
-    trainer = replace(plan.config.trainer, name="replay", run_dir=str(plan.run.path), logger=())
+    trainer = replace(plan.config.trainer, name="replay", run_dir=str(plan.run.path), checkpoint_dir=None, logger=())
     return replace(plan.config, trainer=trainer)
 
 

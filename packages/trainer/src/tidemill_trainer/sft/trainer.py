@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from tidemill_dataproto import DataProto, ragged
+from tidemill_engines.location import absolute
 
 from tidemill_trainer.checkpoint_saver import CheckpointSaver
 from tidemill_trainer.checkpoints import Checkpoints
@@ -92,7 +92,7 @@ class SFTTrainer:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
             with self._waits("load_checkpoint"):
-                self._workers.load_checkpoint(str(path.resolve()))
+                self._workers.load_checkpoint(absolute(path))
             self._run.remove_after(step)
             self._progress.info(f"continuing after step {step} from {path}")
             return step
@@ -120,8 +120,8 @@ class SFTTrainer:
         metrics = self._objective.evaluate(self._val, self._config.data.train_batch_size)
         return {f"val/{name}": value for name, value in metrics.items()}
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self._workers.save_checkpoint(str(folder.resolve()))
+    def _write_checkpoint(self, folder: str) -> None:
+        self._workers.save_checkpoint(absolute(folder))
 
     def _is_written(self, waits: bool) -> bool:
         return all(self._workers.finish_checkpoint(waits=waits))
