@@ -186,7 +186,6 @@ def test_killed_run_with_checkpoints_in_a_store_is_resumed_with_the_same_result_
         resumed = start("train", str(run.config), "--resume", after=command)
         resumed.wait_for(rf"continuing after step [48] from {url}/runs/in-store/step_00000[48]")
         assert resumed.end(timeout_s=600) == 0
-        assert f"the model is in {url}/runs/in-store/step_000040/huggingface" in resumed.output.replace("\n", " ")
         assert not (run.path / "checkpoints").exists()
         files = [f"{url}/runs/in-store/step_000040/{name}" for name in ("trainer.json", "engine/engine.json")]
         assert all(file_system(url).isfile(file) for file in files)

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from tidemill_engines.location import file_system, read_text, written_to
+from tidemill_engines.location import file_system, read_text, sizes, written_to
 from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 
@@ -98,6 +98,25 @@ def test_process_killed_while_saving_leaves_no_checkpoint(tmp_path):
     assert checkpoints.steps() == [1]
     checkpoints.save(3, _fill("new"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["started", "step_000003"]
+
+
+def test_removal_takes_no_run_with_a_similar_name():
+    with s3_bucket() as url:
+        runs = [Checkpoints(f"{url}/{name}", max_to_keep=1) for name in ("a1", "a[1]")]
+        for checkpoints in runs:
+            checkpoints.save(1, _fill("old"))
+        runs[1].save(2, _fill("new"))
+        assert [checkpoints.steps() for checkpoints in runs] == [[1], [2]]
+        assert not sizes(runs[1].path(1))
+
+
+def test_store_that_does_not_answer_is_named():
+    checkpoints = Checkpoints("gs://tests/runs", max_to_keep=1)
+    cause = "could not read gs://tests/runs: ImportError: Please install gcsfs to access Google Storage"
+    with pytest.raises(CheckpointError, match=f"cannot list the checkpoints in gs://tests/runs: {cause}"):
+        checkpoints.steps()
+    with pytest.raises(CheckpointError, match=f"cannot save gs://tests/runs/step_000001: .*; cannot list .*{cause}"):
+        checkpoints.save(1, _fill("x"))
 
 
 def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(folder):

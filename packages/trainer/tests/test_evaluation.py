@@ -71,13 +71,15 @@ def test_model_at_a_url_is_downloaded_to_the_folder_of_the_run(assets, tmp_path)
     model = tmp_path / "elsewhere" / "mine" / "step_000007" / "huggingface"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    for _ in range(2):
+    for name in ("config.json", "other.json"):  # the second download replaces the first
+        (model / "config.json").rename(model / name)
         config, stem = evaluation_config(run, [])
         assert (config.model.path, config.trainer.checkpoint_dir) == (str(run / "downloads" / "step_000007"), None)
-        assert (run / "downloads" / "step_000007" / "config.json").read_text() == "{}"
+        assert [path.name for path in Path(config.model.path).iterdir()] == [name]
         assert stem == "eval-mine-step_000007"
-        (model / "config.json").unlink(missing_ok=True)  # the second time, it is not downloaded again
-        (model / "other.json").touch()
+    (model.parent / "trainer.json").unlink()
+    with pytest.raises(ConfigError, match=r"the run .*mine has no checkpoint to evaluate"):
+        evaluation_config(run, [])
 
 
 def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path):

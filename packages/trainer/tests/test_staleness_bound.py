@@ -123,6 +123,7 @@ def run_steps(assets):
         config = load_config(DEMO_CONFIG, [*assets, *sizes, *bound, *overrides])
         with tempfile.TemporaryDirectory() as folder:
             run_dir, pool = RunDir(Path(folder)), SimulatedPool(seed, error_share)
+            checkpoints = f"file://{folder}" if seed % 2 else folder  # a URL, or a path
             rollouts = Rollouts(config, pool, inputs["demo"], run_dir, inputs["progress"])
             step, finished = 0, {}
             while step < STEPS:
@@ -138,9 +139,9 @@ def run_steps(assets):
                     pool.version = step
                     finished = pool.collected
                     rollouts = Rollouts(config, pool, inputs["demo"], run_dir, inputs["progress"])
-                    rollouts.resume(step, f"{run_dir.path}/{step}")
+                    rollouts.resume(step, f"{checkpoints}/{step}")
                 elif step + 1 == resumed_after:
-                    rollouts.save(f"{run_dir.path}/{step}")
+                    rollouts.save(f"{checkpoints}/{step}")
             for problem, versions in finished.items():  # what had finished is trained on, and not generated again
                 assert versions.items() <= pool.taken[problem].items()
             return list(read_ledger(run_dir.ledger)), trained_problems(run_dir.ledger)

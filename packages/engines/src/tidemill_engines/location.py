@@ -3,10 +3,12 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from glob import has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 TEMPORARY = "tidemill-checkpoint-"
 """Start of the names of temporary folders with files of URLs."""
@@ -17,7 +19,13 @@ def is_url(location: str | Path) -> bool:
 
 
 def absolute(location: str | Path) -> str:
-    """Return a location that means the same in all processes: an absolute path, or a URL without a final slash."""
+    """Return a location that means the same in all processes: an absolute path, or a URL without a final slash.
+
+    Raises:
+        ValueError: a `Path` of a URL, which lacks one of its slashes.
+    """
+    if isinstance(location, Path) and location.parts[:1] and location.parts[0].endswith(":"):
+        raise ValueError(f"expected a path, or a URL as text, got Path({str(location)!r}); use a str")
     return str(location).rstrip("/") if is_url(location) else os.path.abspath(location)
 
 
@@ -28,15 +36,17 @@ def split(location: str) -> tuple[str, str]:
 
 
 def file_system(location: str) -> fsspec.AbstractFileSystem:
-    """Return the file system of a location. It caches no listings, because other processes write there, too.
+    """Return the file system of a location, without listings that it had cached: other processes write there, too.
 
     Raises:
         ValueError: the protocol of a URL is unknown.
         ImportError: the package of its protocol is not installed.
     """
-    is_local = not is_url(location) or location.startswith("file:")
-    options = {"auto_mkdir": True} if is_local else {}  # other systems have no folders, or create them
-    system, _ = fsspec.url_to_fs(location, use_listings_cache=False, **options)
+    if not is_url(location):
+        return LocalFileSystem()
+    options = {"auto_mkdir": True} if location.startswith("file:") else {}  # others have no folders, or create them
+    system, _ = fsspec.url_to_fs(location, **options)
+    system.invalidate_cache()
     return system
 
 
@@ -117,16 +127,21 @@ def read_text(file: str) -> str:
 
 
 def write_text(file: str, text: str) -> None:
-    """Write a file at a path or URL, whose folder is created. It is on the disk when this returns.
+    """Write a file at a path or URL, whose folder is created. It appears when it is complete, and on the disk.
 
     Raises:
         OSError: it cannot be written.
     """
-    with reported(f"write to {file}"), file_system(file).open(file, "w") as stream:
-        stream.write(text)
-        stream.flush()
-        if not is_url(file):
+    with reported(f"write to {file}"):
+        if is_url(file):
+            file_system(file).pipe_file(file, text.encode())
+            return
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(f"{file}.partial", "w") as stream:
+            stream.write(text)
+            stream.flush()
             os.fsync(stream.fileno())
+        os.replace(f"{file}.partial", file)
 
 
 def remove(location: str, *, first: str) -> None:
@@ -139,7 +154,11 @@ def remove(location: str, *, first: str) -> None:
         system = file_system(location)
         if system.exists(f"{location}/{first}"):
             system.rm_file(f"{location}/{first}")
-        system.rm(location, recursive=True)
+        if has_magic(location):  # `rm` would remove all folders that match it
+            for file in system.find(location):
+                system.rm_file(file)
+        else:
+            system.rm(location, recursive=True)
 
 
 @contextmanager

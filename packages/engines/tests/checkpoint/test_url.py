@@ -117,6 +117,10 @@ def run_unreachable(path, url):
         with pytest.raises(OSError, match="could not") as caught:
             engine.save_checkpoint(location)
         messages.append(str(caught.value))
+    if engine.get_data_parallel_rank() == 1:
+        tempfile.tempdir = "/nowhere"
+    with pytest.raises(OSError, match="/nowhere/tidemill-checkpoint-"):  # on both ranks
+        engine.save_checkpoint(f"{url}/one")
     assert train(engine, [0])[0]["loss"] > 0
     engine.close()
     return messages

@@ -20,6 +20,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names it and the newest complete one."""
 
 
+def is_complete(path: str) -> bool:
+    """Return whether the checkpoint at a path or URL is complete."""
+    return _STATE in sizes(path)
+
+
 class Checkpoints:
     """The checkpoints in `folder`, one subfolder `step_000123` per checkpoint.
 
@@ -36,8 +41,15 @@ class Checkpoints:
         self._max_to_keep = max_to_keep
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, ascending."""
-        return [step for step in self._all_steps() if _STATE in sizes(self.path(step))]
+        """Return the steps of all complete checkpoints, ascending.
+
+        Raises:
+            CheckpointError: they cannot be listed.
+        """
+        try:
+            return [step for step in self._all_steps() if is_complete(self.path(step))]
+        except OSError as error:
+            raise CheckpointError(f"cannot list the checkpoints in {self._folder}: {error}") from error
 
     def path(self, step: int) -> str:
         """Return the folder of a checkpoint, or its URL."""
@@ -84,12 +96,16 @@ class Checkpoints:
         """Complete the prepared checkpoint and remove older ones beyond `max_to_keep`; return its folder or URL.
 
         Raises:
-            CheckpointError: its last file cannot be written; earlier checkpoints are unchanged.
+            CheckpointError: its last file cannot be written, and earlier checkpoints are unchanged; or an older one
+                cannot be removed.
         """
         with self.removed_on_error(step):
             write_text(f"{self.path(step)}/{_STATE}", json.dumps({"format": FORMAT, "step": step}))
         for old in self.steps()[: -self._max_to_keep]:
-            self._remove(old)
+            try:
+                self._remove(old)
+            except OSError as error:
+                raise CheckpointError(f"saved {self.path(step)}, but {error}") from error
         return self.path(step)
 
     def read_step(self, path: str) -> int:
@@ -121,7 +137,10 @@ class Checkpoints:
         remove(self.path(step), first=_STATE)
 
     def _newest(self, other_than: str | None = None) -> str:
-        paths = [path for path in map(self.path, self.steps()) if path != other_than]
+        try:
+            paths = [path for path in map(self.path, self.steps()) if path != other_than]
+        except CheckpointError as error:
+            return str(error)
         return f"the newest complete checkpoint is {paths[-1]}" if paths else "there is no other checkpoint"
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from tidemill_engines.location import download, is_url, sizes, split
 
 from tidemill_trainer.algorithm_config import RewardModelConfig
-from tidemill_trainer.checkpoints import HF_FOLDER, Checkpoints
+from tidemill_trainer.checkpoints import HF_FOLDER, CheckpointError, Checkpoints, is_complete
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.inputs import Inputs
@@ -35,6 +35,7 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
 
     Raises:
         ConfigError: there is no such configuration or checkpoint, or it has no validation files.
+        CheckpointError: the checkpoint is at a URL and cannot be read.
     """
     if target.is_dir():
         is_run = (target / "config.toml").is_file()
@@ -46,7 +47,7 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         if is_run and step is not None:
             checkpoint = Checkpoints(run.checkpoints, max_to_keep=1).path(step)
         model = f"{checkpoint}/{HF_FOLDER}"
-        if not run.config.is_file() or not sizes(model):
+        if not run.config.is_file() or not is_complete(checkpoint):
             raise ConfigError(
                 f"expected the folder of a run or of one of its checkpoints, got {target}; a checkpoint is "
                 "runs/NAME/checkpoints/step_..."
@@ -76,13 +77,13 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
 
 
 def _downloaded(url: str, folder: Path) -> str:
-    """Download a model to a new folder; what is there was downloaded before."""
-    if not folder.is_dir():
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        download(url, sizes(url), partial)
-        partial.rename(folder)
+    """Download a model, in place of an earlier download."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        download(url, sizes(url), folder)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     return str(folder)
 
 

@@ -26,6 +26,7 @@ from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, Epis
 from tidemill_trainer.run_dir import RunDir
 
 _IN_FLIGHT = "in_flight"
+"""Folder in a checkpoint with the finished episodes of steps that have started."""
 _MAX_ROUNDS = 10
 
 

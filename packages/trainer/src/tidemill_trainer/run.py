@@ -103,7 +103,7 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
     quiet_libraries()
     try:
         config, stem = evaluation_config(target, overrides)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         progress.fail(str(error))
         return 1
 
@@ -159,7 +159,7 @@ def replay(
     quiet_libraries()
     try:
         plan = replay_plan(target, steps, overrides, has_generation=has_generation)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         progress.fail(str(error))
         return 1
 

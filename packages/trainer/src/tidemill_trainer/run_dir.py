@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 from tidemill_trainer.config_file import (
     ConfigError,
     config_to_dict,
@@ -30,15 +30,15 @@ class RunDir:
 
     Args:
         path: its folder.
-        checkpoint_dir: `trainer.checkpoint_dir` of a new run; that of another run is in its `config.toml`.
+        checkpoints: folder of the checkpoints, or its URL; None: as its `config.toml` says.
 
     Attributes:
         listeners: called with each line of metrics after it is written.
     """
 
-    def __init__(self, path: Path, checkpoint_dir: str | None = None) -> None:
+    def __init__(self, path: Path, checkpoints: str | None = None) -> None:
         self.path = path
-        self._checkpoint_dir = checkpoint_dir
+        self._checkpoints = checkpoints
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
@@ -56,10 +56,10 @@ class RunDir:
     @property
     def checkpoints(self) -> str:
         """Folder of the checkpoints, or its URL."""
-        parent = self._checkpoint_dir
-        if parent is None and self.config.is_file():
-            parent = tomllib.loads(self.config.read_text()).get("trainer", {}).get("checkpoint_dir")
-        return str(self.path / "checkpoints") if parent is None else f"{parent}/{self.path.absolute().name}"
+        if self._checkpoints is not None:
+            return self._checkpoints
+        trainer = tomllib.loads(self.config.read_text()).get("trainer", {}) if self.config.is_file() else {}
+        return _checkpoints_of(self.path, trainer.get("checkpoint_dir"))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append a line of metrics. Numbers that are not finite become null, since JSON does not have them."""
@@ -95,7 +95,7 @@ class RunDir:
 
     def has_data(self) -> bool:
         """Return whether the run has metrics or a checkpoint. A run whose start failed has neither."""
-        return self.newest_checkpoint() is not None or next(_read(self.metrics), None) is not None
+        return next(_read(self.metrics), None) is not None or self.newest_checkpoint() is not None
 
     def how_to_continue(self, command: str, *, saves: bool) -> str:
         """Return how to continue a run of `tidemill {command}` that stopped early, for the user.
@@ -103,7 +103,10 @@ class RunDir:
         Args:
             saves: whether the run saves checkpoints.
         """
-        saved = self.newest_checkpoint()
+        try:
+            saved = self.newest_checkpoint()
+        except CheckpointError as error:
+            return f"The run in {self.path} stopped. {error}"
         done = max((row["step"] for row in self.read_metrics()), default=0)
         text = f"The run in {self.path} stopped after step {done}"
         again = f"tidemill {command} {self.config}"
@@ -163,9 +166,7 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
     with _locked(run):
         if run.has_data():
             if not resume:
-                raise ConfigError(
-                    f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
-                )
+                raise ConfigError(_already_exists(run))
             old = read_config(type(config), run.config)
             check_same(config, old, run, "resume")
             if run.newest_checkpoint() is None and old.trainer.save_freq < 0:  # it may be complete
@@ -181,11 +182,22 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
         yield run
 
 
+def _already_exists(run: RunDir) -> str:
+    if run.metrics.is_file():
+        return f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
+    return f"{run.checkpoints} has checkpoints of another run of this name; choose another trainer.name, or remove them"
+
+
 def _create(config: RunConfig, stem: str) -> RunDir:
     name = config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDir(Path(config.trainer.run_dir) / name, config.trainer.checkpoint_dir)
+    path = Path(config.trainer.run_dir) / name
+    run = RunDir(path, _checkpoints_of(path, config.trainer.checkpoint_dir))
     run.path.mkdir(parents=True, exist_ok=True)
     return run
+
+
+def _checkpoints_of(run: Path, checkpoint_dir: str | None) -> str:
+    return str(run / "checkpoints") if checkpoint_dir is None else f"{checkpoint_dir}/{run.absolute().name}"
 
 
 def _find(config: RunConfig, stem: str) -> RunDir:

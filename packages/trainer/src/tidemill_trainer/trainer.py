@@ -23,8 +23,6 @@ from tidemill_trainer.sft.objective import SFT
 from tidemill_trainer.timing import Timing, is_due
 from tidemill_trainer.training_step import Trained, TrainingStep
 
-"""Folder in a checkpoint with the finished episodes of steps that have started."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:

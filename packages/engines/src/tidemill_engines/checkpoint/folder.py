@@ -8,7 +8,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,10 +91,15 @@ def save_folder(
             shutil.rmtree(partial, ignore_errors=True)
             os.makedirs(partial)
     try:
-        with raise_on_all_ranks(group), written_to(partial) as folder:  # all finish before the first rank may remove it
-            own = {each: [(folder / each).stat().st_size, _checksum(folder / each)] for each in write(folder)}
-            for each in own:
-                _to_disk(folder / each)
+        with ExitStack() as stack:
+            with raise_on_all_ranks(group):
+                folder = stack.enter_context(written_to(partial))
+            with raise_on_all_ranks(group):  # all ranks finish writing before the first rank may remove the folder
+                own = {each: [(folder / each).stat().st_size, _checksum(folder / each)] for each in write(folder)}
+                for each in own:
+                    _to_disk(folder / each)
+            with raise_on_all_ranks(group):
+                stack.close()  # uploads the files
         files = {each: entry for of_rank in all_gather(own, group) for each, entry in of_rank.items()}
         with raise_on_all_ranks(group):
             if is_first:
@@ -210,7 +215,11 @@ def _folder_of(location: str, group: dist.ProcessGroup) -> Iterator[tuple[Path, 
     hosts = all_gather(socket.gethostname(), group)
     ranks = [rank for rank, host in enumerate(hosts) if host == socket.gethostname()]
     index = ranks.index(dist.get_rank(group))
-    with TemporaryDirectory(prefix=TEMPORARY) if index == 0 else nullcontext("") as own:
+    with ExitStack() as stack:
+        own = ""
+        with raise_on_all_ranks(group):
+            if index == 0:
+                own = stack.enter_context(TemporaryDirectory(prefix=TEMPORARY))
         yield Path(all_gather(own, group)[ranks[0]]), index, len(ranks)
         dist.barrier(group)  # the others still read it
 
@@ -240,7 +249,7 @@ def whole_checkpoints(parent: str) -> list[str]:
             continue
         try:
             manifest = _read_whole(f"{parent}/{name}")
-        except (FileNotFoundError, ValueError):  # incomplete
+        except (OSError, ValueError):  # incomplete, or no checkpoint
             continue
         # Steps do not give the order: they restart with each phase, and go back when training resumes.
         found.append((manifest["saved_ns"], name))

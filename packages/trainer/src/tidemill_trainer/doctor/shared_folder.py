@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,10 @@ class SharedFile:
     content: str
 
     def check(self) -> None:
-        """Read the file.
+        """Read the file, and write another one.
 
         Raises:
-            OSError: it cannot be read, or has another content.
+            OSError: it cannot be read, has another content, or another one cannot be written.
         """
         folder, _ = split(self.location)
         try:
@@ -36,6 +36,10 @@ class SharedFile:
             raise OSError(f"a file that the driver wrote to {folder} cannot be read: {error}") from error
         if content != self.content:
             raise OSError(f"a file that the driver wrote to {folder} has another content here")
+        own = f"{self.location}-{uuid.uuid4().hex}"
+        write_text(own, "")
+        with reported(f"remove {own}"):
+            file_system(own).rm_file(own)
 
 
 @contextmanager
@@ -54,8 +58,9 @@ def shared_file(folder: str) -> Iterator[SharedFile]:
     finally:
         with reported(f"remove {file.location}"):
             file_system(folder).rm_file(file.location)
-        for parent in created:
-            parent.rmdir()
+        with suppress(OSError):  # another run uses the folder by now
+            for parent in created:
+                parent.rmdir()
 
 
 def not_shared(key: str, node: str, error: str) -> Finding:

@@ -146,7 +146,8 @@ class Survey:
                 errors = self._ask(lambda probe: probe.check.remote(file))
         except OSError as error:
             errors = {ray.get_runtime_context().get_node_id(): str(error)}
-        self.findings += [not_shared(key, self._names[node], error) for node, error in errors.items() if error]
+        found = {self._names.get(node, "the driver"): error for node, error in errors.items() if error}
+        self.findings += [not_shared(key, node, error) for node, error in found.items()]
 
     def _ask(self, question: Callable[[Any], Any]) -> dict[str, Any]:
         return self._answers({node: question(probe) for node, probe in self._probes.items()})
