@@ -45,6 +45,12 @@ def test_parameters_are_those_of_the_model(model):
     assert frozen.trainable == sizes.total - params["model.embed_tokens.weight"].numel()
 
 
+def test_model_of_a_benchmark_is_planned_by_its_name(plan):
+    status, printed = plan("model.path=qwen3-0.6b", "--device-memory=139GiB", "--num-gpus=1")
+    assert status == 0, printed
+    assert "policy: 596,049,920 parameters" in printed.out
+
+
 def test_parameters_of_a_value_model_are_those_that_the_engine_builds(model):
     settings = ModelConfig(path=str(model))
     engine = EngineRegistry.new(

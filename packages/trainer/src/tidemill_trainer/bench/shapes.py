@@ -101,9 +101,7 @@ def write_inputs(config: Config, num_steps: int) -> list[str]:
             f"config key model.path: {name!r} is neither a folder with a model nor a model with random weights, which "
             f"are {', '.join(['tiny', *SHAPES])}"
         )
-    target = folder / name
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
+    target = write_config(name, folder)
     if not (target / "tokenizer.json").is_file():
         _write_tokenizer(target, SHAPES[name]["vocab_size"])
     overrides = [f"model.path={target}", "model.init_seed=0", 'rollout.engine_args.load_format="dummy"']
@@ -112,6 +110,14 @@ def write_inputs(config: Config, num_steps: int) -> list[str]:
         write_prompts(file, config.data.train_batch_size * num_steps, config.data.max_prompt_length)
         overrides.append(f'data.train_files=["{file}"]')
     return overrides
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """Write the `config.json` of a shape; return the folder of the model, which is its name in `folder`."""
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
+    return target
 
 
 def write_prompts(file: Path, count: int, length: int) -> None:

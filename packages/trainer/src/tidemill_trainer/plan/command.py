@@ -5,10 +5,13 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
+from tidemill_trainer.bench.shapes import SHAPES, write_config
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, read_config
 from tidemill_trainer.gpu_defaults import in_one_line
@@ -25,15 +28,22 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 def plan(
     config_path: Path, overrides: Sequence[str], *, device_memory: str | None, num_gpus: int | None, as_text: bool
 ) -> int:
-    """Run `tidemill plan CONFIG.toml`; return 1 if something does not fit or the configuration is invalid."""
+    """Run `tidemill plan CONFIG.toml`; return 1 if something does not fit or the configuration is invalid.
+
+    `model.path` may also be the name of a model of `tidemill bench`.
+    """
     progress = Progress()
     try:
         has_gpu = True if num_gpus or device_memory is not None else None
         gpus, device_bytes = _num_gpus(num_gpus), _device_bytes(device_memory)
-        config = read_config(Config, config_path, overrides, has_gpu=has_gpu, num_gpus=gpus, device_bytes=device_bytes)
-        config = placed(config, gpus)
-        check_model(config, reads_weights=False)
-        sizes = role_sizes(config)
+        read = partial(read_config, has_gpu=has_gpu, num_gpus=gpus, device_bytes=device_bytes)
+        with TemporaryDirectory() as folder:
+            name = read(Config, config_path, overrides).model.path
+            if name in SHAPES:
+                overrides = [*overrides, f"model.path={write_config(name, Path(folder))}"]
+            config = placed(read(Config, config_path, overrides), gpus)
+            check_model(config, reads_weights=False)
+            sizes = role_sizes(config)
     except (ConfigError, ValueError, OSError) as error:
         progress.fail(str(error))
         return 1
