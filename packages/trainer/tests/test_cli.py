@@ -1,3 +1,6 @@
+import os
+import signal
+
 import pytest
 from tidemill_trainer.cli import main
 
@@ -38,3 +41,8 @@ def test_demo_is_chosen_by_name_and_overrides_may_come_without_one(monkeypatch, 
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "tool"])
     assert "there is no demo 'tool'; the demos are: addition, tools" in capsys.readouterr().err
+
+
+def test_request_for_a_report_does_not_end_a_command_before_its_run_starts(capsys):
+    assert main(["plan", "nowhere.toml"]) == 1
+    os.kill(os.getpid(), signal.SIGUSR1)

@@ -85,7 +85,10 @@ def test_model_at_a_url_is_downloaded_to_the_folder_of_the_run(assets, tmp_path)
 def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path):
     run = tmp_path / "runs" / "mine"
     (run / "assets").mkdir(parents=True)
-    save_config(load_config(DEMO_CONFIG, [*assets, "trainer.name=mine"]), run / "config.toml")
+    save_config(
+        load_config(DEMO_CONFIG, [*assets, "trainer.name=mine", 'rollout.engine_args.load_format="dummy"']),
+        run / "config.toml",
+    )
     with pytest.raises(ConfigError, match=r"the run .*mine has no checkpoint to evaluate"):
         evaluation_config(run, [])
     checkpoint = Checkpoints(run / "checkpoints", 1).save(7, lambda folder: None)
@@ -96,6 +99,7 @@ def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(as
         assert config.model.path == f"{checkpoint}/huggingface"
         assert (config.rollout.temperature, config.trainer.name, config.warmup.max_steps) == (0.5, None, 0)
         assert stem == "eval-mine-step_000007"
+        assert "load_format" not in config.rollout.engine_args
     with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):
         evaluation_config(tmp_path, [])
 

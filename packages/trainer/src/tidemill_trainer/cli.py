@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # until a run answers it with a report; by default it ends a process
     # Under `uv run`, Ray would build the whole environment again for its workers. Ray reads this when imported.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +70,16 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
     return replace(
         config,
         model=replace(config.model, init_seed=None),
+        rollout=replace(config.rollout, engine_args=_without_load_format(config.rollout.engine_args)),
         warmup=replace(config.warmup, max_steps=0),
         reward_model=RewardModelConfig(),
         trainer=replace(config.trainer, name=name, checkpoint_dir=None, logger=(), stop_at_accuracy=None),
     ), stem
+
+
+def _without_load_format(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without "dummy" weights, of an engine that receives its weights before it generates."""
+    return {key: value for key, value in engine_args.items() if (key, value) != ("load_format", "dummy")}
 
 
 def _downloaded(url: str, folder: Path) -> str:

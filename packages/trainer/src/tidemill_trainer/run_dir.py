@@ -246,7 +246,7 @@ _MAY_CHANGE = frozenset(
         *("placement.engines", "placement.offload"),
         *(f"engine.{key}" for key in ("max_token_len_per_gpu", "param_offload", "grad_offload", "optimizer_offload")),
         *("engine.reshard_after_forward", "model.gradient_checkpointing"),
-        *("trainer.nnodes", "rollout.num_engines"),
+        *("trainer.nnodes", "rollout.num_engines", "rollout.tensor_parallel_size", "engine.offload_policy"),
         *(f"rollout.{key}" for key in ("mem_fraction_static", "max_total_tokens", "num_gpus_per_engine")),
         *(f"actor.{key}" for key in ("num_workers", "num_gpus_per_worker", "omp_num_threads")),
         *(f"episode.{key}" for key in ("num_workers", "max_concurrent", "max_retries", "max_error_share")),
