@@ -54,8 +54,9 @@ def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
     assert run.checkpoints == RunDir(run.path).checkpoints == f"{url}/a"
     _begin(run)
     assert RunDir(run.path).newest_checkpoint() == 1
+    assert _open(config, "x", resume=True).path == run.path
     shutil.rmtree(run.path)
-    with pytest.raises(ConfigError, match=r"elsewhere/a has checkpoints of another run of this name; choose"):
+    with pytest.raises(ConfigError, match=r"elsewhere/a has the checkpoints of another run of this name; choose"):
         _open(config, "x", resume=False)
     relative = with_absolute_paths(_config(tmp_path, "trainer.checkpoint_dir=here"))
     assert relative.trainer.checkpoint_dir == str(Path("here").absolute())

@@ -8,11 +8,14 @@ import re
 import socket
 import time
 import tomllib
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from tidemill_engines.location import read_text, sizes, write_text
 
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
 from tidemill_trainer.config_file import (
@@ -159,14 +162,19 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
 
     Raises:
         ConfigError: the folder of a new run exists already, there is no run to resume, it saves no checkpoints, it has
-            another configuration (the message names the keys), or another process uses it.
+            another configuration (the message names the keys), another process uses it, or its checkpoints would be in
+            a folder with those of another run.
     """
     config = with_absolute_paths(config)
     run = _find(config, stem) if resume else _create(config, stem)
     with _locked(run):
+        if config.trainer.checkpoint_dir is not None:
+            _claim_checkpoints(run)
         if run.has_data():
             if not resume:
-                raise ConfigError(_already_exists(run))
+                raise ConfigError(
+                    f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
+                )
             old = read_config(type(config), run.config)
             check_same(config, old, run, "resume")
             if run.newest_checkpoint() is None and old.trainer.save_freq < 0:  # it may be complete
@@ -182,10 +190,26 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
         yield run
 
 
-def _already_exists(run: RunDir) -> str:
-    if run.metrics.is_file():
-        return f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
-    return f"{run.checkpoints} has checkpoints of another run of this name; choose another trainer.name, or remove them"
+def _claim_checkpoints(run: RunDir) -> None:
+    """Write the id of the run to the folder of its checkpoints, if that is not in the run's folder.
+
+    Otherwise runs of the same name in other folders, of other users, would remove each other's checkpoints.
+    """
+    own, owner = run.path / "run_id", f"{run.checkpoints}/run_id"
+    if not own.is_file():
+        own.write_text(uuid.uuid4().hex)
+    try:
+        is_new = "run_id" not in sizes(run.checkpoints)
+        if is_new:
+            write_text(owner, own.read_text())
+        is_own = is_new or read_text(owner) == own.read_text()
+    except OSError as error:
+        raise ConfigError(f"config key trainer.checkpoint_dir: {error}") from error
+    if not is_own:
+        raise ConfigError(
+            f"{run.checkpoints} has the checkpoints of another run of this name; choose another trainer.name, or "
+            "remove that folder"
+        )
 
 
 def _create(config: RunConfig, stem: str) -> RunDir:

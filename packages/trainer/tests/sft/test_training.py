@@ -106,7 +106,7 @@ def test_run_with_checkpoints_at_a_url_resumes(train, write, tmp_path, capsys):
     settings += [f"trainer.checkpoint_dir={url}"]
     whole = train("whole", *settings)
     saved = tmp_path / "elsewhere" / "whole"
-    assert sorted(path.name for path in saved.iterdir()) == ["step_000002", "step_000003"]  # max_ckpt_to_keep
+    assert sorted(path.name for path in saved.iterdir()) == ["run_id", "step_000002", "step_000003"]
     assert not (whole / "checkpoints").exists()
     expected, metrics = load_file(saved / "step_000003" / "huggingface" / "model.safetensors"), metrics_of(whole)
     (saved / "step_000003" / "trainer.json").unlink()
