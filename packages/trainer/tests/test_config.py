@@ -138,12 +138,6 @@ def test_reward_model_requires_room_for_one_more_token(config_file):
         load_config(config_file, [*rows, "reward_model.path=rm"])
 
 
-def test_keys_and_values_that_no_cache_keeps_are_refused(config_file):
-    kept = ["rollout.recompute_kv_cache=false", "rollout.engine_args.disable_radix_cache=true"]
-    with pytest.raises(ConfigError, match=r"recompute_kv_cache=false requires .* cache; drop .*disable_radix_cache"):
-        load_config(config_file, kept)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

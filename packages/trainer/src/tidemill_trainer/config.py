@@ -296,11 +296,6 @@ class Config(RunConfig):
             "rollout.recompute_kv_cache=false requires rollout.partial_rollout=true: no request runs during an update "
             "that waits until they have finished",
         )
-        require(
-            self.rollout.recompute_kv_cache or not self.rollout.engine_args.get("disable_radix_cache"),
-            "rollout.recompute_kv_cache=false requires SGLang's prefix cache; drop rollout.engine_args."
-            "disable_radix_cache",
-        )
         mode = self.actor.router_replay.mode
         require(
             mode == "disabled" or self.engine.backend == "megatron",
