@@ -73,7 +73,11 @@ def test_checkpoint_at_a_url_resumes_bitwise_and_on_another_number_of_ranks(tmp_
     assert not _temporary()
 
 
-def run_refused(path, url):
+def run_refused(path, other, url):
+    foreign = build_engine(other)
+    with pytest.raises(ValueError, match=f"could not load the checkpoint {url}/good: "):  # not its temporary folder
+        foreign.load_checkpoint(f"{url}/good")
+    foreign.close()
     engine = build_engine(path)
     before = weights_of(engine)
     messages = []
@@ -101,7 +105,8 @@ def test_damaged_checkpoint_at_a_url_is_refused(tmp_path, bucket, store):
         file = next(file for file in store.find(f"{url}/{name}") if "/__0_" in file)
         store.pipe_file(file, change(store.cat_file(file)))
     store.rm_file(f"{url}/partial/engine.json")
-    for cut, flipped, partial, nowhere in run_ranks(run_refused, 2, path, url):
+    other = tiny_model(tmp_path / "other", "qwen3", vocab_size=VOCAB, hidden_size=32)
+    for cut, flipped, partial, nowhere in run_ranks(run_refused, 2, path, other, url):
         assert "/damaged/cut/__0_" in cut
         assert "bytes, found 100; the newest complete checkpoint is s3://tests/damaged/good" in cut
         assert "is damaged: its contents have changed; the newest complete checkpoint is s3://tests/damaged/" in flipped

@@ -28,8 +28,8 @@ def is_complete(path: str) -> bool:
 class Checkpoints:
     """The checkpoints in `folder`, one subfolder `step_000123` per checkpoint.
 
-    A checkpoint is complete when it has the file `trainer.json`, which is written last and removed first, so that it
-    is also true if the process is killed.
+    A checkpoint is complete when it has the file `trainer.json`. It is written last and removed first, so a process
+    that is killed leaves no incomplete checkpoint with it.
 
     Args:
         folder: folder of all checkpoints, or its fsspec URL.

@@ -199,7 +199,12 @@ def opened(location: str, group: dist.ProcessGroup, *, with_optimizer: bool) -> 
             for name in own:
                 if _checksum(folder / name) != manifest["files"][name][1]:
                     raise ValueError(f"{location}/{name} is damaged: its contents have changed")
-        yield folder, progress
+        try:
+            yield folder, progress
+        except ValueError as error:
+            if not is_url(location):
+                raise
+            raise ValueError(str(error).replace(str(folder), location)) from error
 
 
 @contextmanager

@@ -110,10 +110,10 @@ def write_weights(
     is_writer = dist.get_rank(group) == 0
     with raise_on_all_ranks(group):
         if is_writer:  # transformers would read the files of an earlier export with another number of files
-            with reported(f"write to {path}"):
-                present = sizes(path)
-                for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
-                    for old in fnmatch.filter(present, pattern):
+            present = sizes(path)
+            for pattern in (f"{file_stem}.safetensors*", f"{file_stem}-*-of-*.safetensors"):
+                for old in fnmatch.filter(present, pattern):
+                    with reported(f"remove {path}/{old}"):
                         file_system(path).rm_file(f"{path}/{old}")
     for file, names in zip(files, shards, strict=True):
         held: dict[str, torch.Tensor] = {}
