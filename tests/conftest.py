@@ -14,7 +14,7 @@ from tidemill_trainer.progress import Progress
 from tidemill_trainer.run_dir import RunDir
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `command_process` and `step_metrics`
-from command_process import Command
+from command_process import SMALL, Command
 
 # Exact matches are too rare after a short warm-up. With partial rewards, every group has a gradient.
 _REWARDS = """
@@ -93,6 +93,14 @@ def cluster(make_config, quiet, tmp_path_factory):
     with Cluster(make_config(), RunDir(tmp_path_factory.mktemp("cluster")), quiet) as cluster:
         cluster.wait_ready()
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Arguments of a small run; `run_dir` of `command_process` gives its folder."""
+    folder = tmp_path_factory.mktemp("command")
+    assets = write_assets(folder / "assets")
+    return ["train", str(DEMO_CONFIG), *assets, *SMALL, f"trainer.run_dir={folder / 'runs'}"]
 
 
 @pytest.fixture

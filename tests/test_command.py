@@ -12,16 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from command_process import BACKENDS, Command, title
+from command_process import BACKENDS, Command, partial_rewards, run_dir, title
 from safetensors.torch import load_file
 from step_metrics import TIMES, read_steps
-from tidemill_engines.location import file_system
-from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.batch_record import BatchRecord
-from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.data import PromptLoader, load_prompts
-from tidemill_trainer.demo import write_assets
 from tidemill_trainer.ledger import read_ledger, trained_problems
 from tidemill_trainer.run_dir import RunDir
 from transformers import AutoTokenizer
@@ -33,29 +29,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("cluster"),
 ]
-
-_SMALL = (
-    "data.train_batch_size=8",
-    "rollout.n=4",
-    "warmup.max_steps=0",
-    "trainer.test_freq=0",
-    "trainer.val_before_train=false",
-)
-_REWARDS = """
-def right_digits(data_source, solution_str, ground_truth, extra_info):
-    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
-"""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("command")
-    assets = write_assets(folder / "assets")
-    return ["train", str(DEMO_CONFIG), *assets, *_SMALL, f"trainer.run_dir={folder / 'runs'}"]
-
-
-def _run_dir(recipe) -> Path:
-    return Path(recipe[-1].removeprefix("trainer.run_dir="))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +45,7 @@ def test_signal_stops_all_processes_and_resume_continues(start, recipe, ctrl_c, 
         command.process.terminate()
     assert command.end() == 130
     assert re.search(r"stopped\. .* Continue from the checkpoint of step \d+ with: tidemill train", command.output)
-    run = _run_dir(recipe) / name
+    run = run_dir(recipe) / name
     done = max(read_steps(run))
     resumed = start("train", str(run / "config.toml"), f"trainer.total_steps={done + 2}", "--resume")
     resumed.wait_for(r"continuing after step \d+")
@@ -86,12 +59,10 @@ def test_resume_in_new_processes_is_bitwise_equal(start, recipe, backend):
 
     The first run sends weights without a copy, the second one offloads weights, gradients and optimizer state.
     """
-    rewards = _run_dir(recipe).parent / "rewards.py"
-    rewards.write_text(_REWARDS)  # without a warm-up, exact matches are too rare
-    args = [*recipe, *BACKENDS[backend], f"reward.function={rewards}:right_digits"]
+    args = [*recipe, *BACKENDS[backend], partial_rewards(recipe)]
     args += ["actor.ppo_mini_batch_size=4", "trainer.test_freq=4"]
     offload = [f"engine.{what}_offload=true" for what in ("param", "grad", "optimizer")]
-    whole, halves = _run_dir(recipe) / f"whole-{backend}", _run_dir(recipe) / f"halves-{backend}"
+    whole, halves = run_dir(recipe) / f"whole-{backend}", run_dir(recipe) / f"halves-{backend}"
     for command in (
         [f"trainer.name={whole.name}", "trainer.total_steps=8"],
         [f"trainer.name={halves.name}", "trainer.total_steps=4", *offload],
@@ -127,81 +98,6 @@ def test_killed_process_stops_the_run_with_one_error(start, recipe, victim, mess
     assert "before its first checkpoint. Start it again from the beginning with: tidemill train" in command.output
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(recipe):
-    """Arguments of a run of 40 steps, and its folder after it has ended."""
-    rewards = _run_dir(recipe).parent / "rewards.py"
-    rewards.write_text(_REWARDS)
-    args = [*recipe, f"reward.function={rewards}:right_digits", "trainer.total_steps=40"]
-    command = Command(*args, "trainer.name=uninterrupted")
-    try:
-        assert command.end(timeout_s=600) == 0
-    finally:
-        command.kill()
-    return args, RunDir(_run_dir(recipe) / "uninterrupted")
-
-
-def _assert_same_result(run: RunDir, expected: RunDir, model: Path | None = None) -> None:
-    """Check that weights, metrics and trained problems are those of another run, bit for bit."""
-    exported, right_model = (each.path / "checkpoints" / "step_000040" / "huggingface" for each in (run, expected))
-    weights, right = (load_file(each / "model.safetensors") for each in (model or exported, right_model))
-    assert weights.keys() == right.keys()
-    assert all(torch.equal(weights[name], value) for name, value in right.items())
-    steps, right_steps = read_steps(run.path), read_steps(expected.path)
-    assert sorted(steps) == sorted(right_steps) == list(range(1, 41))
-    for step, row in right_steps.items():
-        for name, value in row.items():
-            if not name.startswith((*TIMES, "ledger/")):
-                assert steps[step][name] == value, (step, name)
-    assert trained_problems(run.ledger) == trained_problems(expected.ledger)
-
-
-@pytest.mark.parametrize(("save_freq", "where"), [(4, r"after step (4|8|12)"), (0, "from the beginning")])
-def test_killed_training_worker_restarts_the_run_with_the_same_result(start, uninterrupted, save_freq, where):
-    args, expected = uninterrupted
-    run = RunDir(expected.path.parent / f"killed-{save_freq}")
-    limits = [f"trainer.save_freq={save_freq}", "trainer.max_restarts=1"]
-    command = start(*args, *limits, f"trainer.name={run.path.name}")
-    command.wait_for(r"rl +5 ", timeout_s=600)
-    command.find("ray::ActorWorker").kill()
-    command.wait_for(rf"rank [01] of group 'actor' .* died .* Restart 1 of at most 1 .* the run continues {where}")
-    assert command.end(timeout_s=600) == 0
-    _assert_same_result(run, expected)
-    last = read_steps(run.path)[40]
-    assert last["ledger/episodes/undone"] > 0
-    assert last["ledger/episodes/in_flight"] == 0
-
-
-def test_killed_run_with_checkpoints_in_a_store_is_resumed_with_the_same_result_and_evaluated(start, uninterrupted):
-    args, expected = uninterrupted
-    run = RunDir(expected.path.parent / "in-store")
-    with s3_bucket() as url:
-        options = [f"trainer.checkpoint_dir={url}/runs", "trainer.save_freq=4", "rollout.max_staleness=0"]
-        command = start(*args, *options, f"trainer.name={run.path.name}")
-        command.wait_for(r"rl +9 ", timeout_s=600)
-        command.find("ray::RolloutWorker")  # end() checks all processes found so far
-        command.process.kill()
-        _, alive = psutil.wait_procs(command.started, timeout=240)
-        assert not alive, sorted(map(title, alive))
-        resumed = start("train", str(run.config), "--resume", after=command)
-        resumed.wait_for(rf"continuing after step [48] from {url}/runs/in-store/step_00000[48]")
-        assert resumed.end(timeout_s=600) == 0
-        assert not (run.path / "checkpoints").exists()
-        files = [f"{url}/runs/in-store/step_000040/{name}" for name in ("trainer.json", "engine/engine.json")]
-        assert all(file_system(url).isfile(file) for file in files)
-        assert start("eval", str(run.path)).end(timeout_s=240) == 0
-    _assert_same_result(run, expected, run.path / "downloads" / "step_000040")
-
-
-def test_run_in_turns_has_the_same_result_as_side_by_side(start, uninterrupted):
-    args, expected = uninterrupted
-    run = RunDir(expected.path.parent / "turns")
-    turns = ["placement.engines=turns", "trainer.save_freq=10", "trainer.max_ckpt_to_keep=9"]
-    assert start(*args, *turns, f"trainer.name={run.path.name}").end(timeout_s=600) == 0
-    assert len(list((run.path / "checkpoints").iterdir())) == 4
-    _assert_same_result(run, expected)
-
-
 @pytest.mark.parametrize(("num_engines", "placement"), [(1, "separate"), (2, "separate"), (1, "turns"), (2, "turns")])
 def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num_engines, placement):
     name = f"restarted-{num_engines}-{placement}"
@@ -211,7 +107,7 @@ def test_killed_engine_is_started_again_and_the_run_continues(start, recipe, num
     command.find("sglang::scheduler").kill()
     command.wait_for("rollout_[01] died and is started again")
     assert command.end(timeout_s=240) == 0
-    steps = read_steps(_run_dir(recipe) / name)
+    steps = read_steps(run_dir(recipe) / name)
     assert sorted(steps) == list(range(1, 61))
     assert steps[60]["rollout/num_engine_restarts"] == 1
 
@@ -249,7 +145,7 @@ def test_stopped_process_is_named_when_a_wait_expires(start, recipe, victim, cul
     process.suspend()
     assert command.end(timeout_s=300) == 1
     command.check_one_error(rf"waiting for .*; {culprit}, process {process.pid} on [^,]+, is stopped \(state T\)")
-    report = (_run_dir(recipe) / name / "logs" / "stall.txt").read_text()
+    report = (run_dir(recipe) / name / "logs" / "stall.txt").read_text()
     assert re.search(rf"== {culprit}, process {process.pid}, stopped \(state T\) \(py-spy\)\nThread ", report)
 
 
@@ -266,7 +162,7 @@ def test_stopped_episode_worker_is_named_and_replaced(start, recipe):
 
 
 def test_stopped_environment_is_named_and_costs_only_its_episode(start, recipe):
-    file = _run_dir(recipe).parent / "environment.py"
+    file = run_dir(recipe).parent / "environment.py"
     file.write_text(_ENVIRONMENT)
     command = start(*recipe, *_LIMITS, "trainer.name=stopped-env", f"episode.function={file}:episode")
     command.wait_for("starting SGLang and the training workers: ")
@@ -352,7 +248,7 @@ def test_killed_run_trains_the_problems_of_an_uninterrupted_run(start, recipe, m
     command.process.kill()
     _, alive = psutil.wait_procs(command.started, timeout=240)
     assert not alive, sorted(map(title, alive))
-    run = RunDir(_run_dir(recipe) / name)
+    run = RunDir(run_dir(recipe) / name)
     last = max(line["step"] for line in read_ledger(run.ledger)) + 1
     resumed = start("train", str(run.config), f"trainer.total_steps={last}", "--resume", after=command)
     resumed.wait_for(r"continuing after step \d+")
@@ -371,12 +267,10 @@ def test_killed_run_trains_the_problems_of_an_uninterrupted_run(start, recipe, m
 
 def test_replay_repeats_a_run_and_names_the_first_step_that_differs(start, recipe):
     """Replay starts from the initial model, because the run has no warm-up."""
-    rewards = _run_dir(recipe).parent / "rewards.py"
-    rewards.write_text(_REWARDS)
-    args = [*recipe, f"reward.function={rewards}:right_digits", "trainer.name=recorded", "trainer.total_steps=5"]
+    args = [*recipe, partial_rewards(recipe), "trainer.name=recorded", "trainer.total_steps=5"]
     args += ["rollout.max_staleness=1", "algorithm.bypass_mode=true", "trainer.save_batches=true"]
     assert start(*args).end(timeout_s=400) == 0
-    run = _run_dir(recipe) / "recorded"
+    run = run_dir(recipe) / "recorded"
     command = start("replay", str(run))
     assert command.end(timeout_s=400) == 0
     assert re.findall(r"step (\d+): equal", command.output) == ["1", "2", "3", "4", "5"]
