@@ -96,7 +96,7 @@ class StoredPlans:
 
     def _path(self, sources: Sequence[SourceSpec]) -> Path:
         digest = hashlib.sha256()
-        for line in (*self._identity, *_description(self._model), *(astuple(source) for source in sources)):
+        for line in (*self._identity, *_description(self._model), *((s.name, s.shape, s.dtype) for s in sources)):
             digest.update(f"{line}\n".encode())
         return self._folder / f"{type(self._model).__name__}-{digest.hexdigest()[:32]}.json"
 

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tidemill_weight_update.collector import paused_collector
 from tidemill_weight_update.control.descriptor import BucketDescriptor, declaration_from_json, merge_descriptors
 from tidemill_weight_update.control.mailbox import Mailbox
 from tidemill_weight_update.copy.checksum import TensorSums
@@ -242,7 +243,8 @@ class PlanCache:
         declared = tuple(zip(boxes, numbers, strict=True))
         if self._manifest is None or self._declared != declared:
             self._manifest = self._copies = None
-            manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
+            with paused_collector():
+                manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
             self._memories.open(
                 memory
                 for box, descriptors in zip(boxes, manifest.declared, strict=True)
@@ -256,15 +258,19 @@ class PlanCache:
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
         """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed."""
         if self._copies is None:
-            sources = manifest.sources
-            wanted = {source.name: source for source in sources}
-            if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
-                record_plan = partial(record, self.model, sources)
-                self._plan = record_plan() if self._stored is None else self._stored.get(sources, record_plan)
-                self._planned = wanted
-            _check_dtypes(self._plan, wanted)
-            self._copies = Copies(manifest, boxes, self._plan, self.model, self._memories)
+            with paused_collector():
+                self._copies = self._build(boxes, manifest)
         return self._copies
+
+    def _build(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
+        sources = manifest.sources
+        wanted = {source.name: source for source in sources}
+        if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
+            record_plan = partial(record, self.model, sources)
+            self._plan = record_plan() if self._stored is None else self._stored.get(sources, record_plan)
+            self._planned = wanted
+        _check_dtypes(self._plan, wanted)
+        return Copies(manifest, boxes, self._plan, self.model, self._memories)
 
     def follow_model(self) -> None:
         """Discard the plan if the parameters have moved since the last update."""

@@ -139,8 +139,13 @@ class UpdateSession:
             if self._receiver.device.type == "cuda":  # a paused SGLang may still compute a token on another stream
                 torch.cuda.synchronize(self._receiver.device)
             numbers = [self._wait_until_open(box) for box in self._boxes]
+        with self._stages("declaration"):
+            manifest = self._receiver.manifest(self._boxes, numbers)
+        with self._stages("plan"):
+            copies = self._receiver.copies(self._boxes, manifest)
         with self._stages("check"):
-            copies = self._prepare(numbers)
+            self._check_coverage(copies)
+            self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
             self.peers.report(CHECKED)
             self.peers.wait(CHECKED)
             self._reject_unused(copies.manifest)
@@ -169,14 +174,6 @@ class UpdateSession:
             if number is not None:
                 return number
             wait.pause()
-
-    def _prepare(self, numbers: Sequence[int]) -> Copies:
-        """Return the checked copies of all buckets: those of the last update unless something has changed."""
-        manifest = self._receiver.manifest(self._boxes, numbers)
-        copies = self._receiver.copies(self._boxes, manifest)
-        self._check_coverage(copies)
-        self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
-        return copies
 
     def _check_coverage(self, copies: Copies) -> None:
         uncovered = copies.plan.uncovered

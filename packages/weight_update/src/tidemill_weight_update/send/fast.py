@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tidemill_weight_update.client import GroupLink
+from tidemill_weight_update.collector import paused_collector
 from tidemill_weight_update.control.board import SharedBoard, path_of
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import Mailbox, Readers
@@ -98,7 +100,8 @@ class FastPath:
         """Return the declaration of these tensors: the last one if it describes them."""
         if self._last is None or not self._last.describes(source):
             self._last = None  # its successor may raise
-            self._last = Declaration(source, self._dtype, self._ranks.rank)
+            with nullcontext() if callable(source) else paused_collector():  # a function may make garbage
+                self._last = Declaration(source, self._dtype, self._ranks.rank)
         return self._last
 
     def begin(self, sequence: int, transfer: Transfer, fleet: Fleet) -> tuple[int, int]:
@@ -225,7 +228,8 @@ class FastPath:
         if prepared is not None and prepared.declaration is declaration and self._are_allocated(prepared):
             return False
         self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
-        self._prepared = self._declared(declaration, [] if callable(source) else source)
+        with paused_collector():
+            self._prepared = self._declared(declaration, [] if callable(source) else source)
         return True
 
     def _declared(self, declaration: Declaration, items: Sequence[Item]) -> Prepared:
