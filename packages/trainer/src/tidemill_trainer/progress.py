@@ -63,7 +63,7 @@ class Progress:
         self.info(f"{text}: {time.monotonic() - started:.1f} s")
 
     def step(self, stage: str, metrics: Mapping[str, float], accuracy: float | None) -> None:
-        """Print one line for a step. Tokens per second and MFU are those of the training phase alone.
+        """Print one line for a step. The MFU is that of the training phase alone.
 
         Args:
             stage: "sft" or "rl".
@@ -81,11 +81,14 @@ class Progress:
             if f"timing_s/{phase}" in metrics
         )
         seconds, mfu = metrics["timing_s/step"], metrics.get("perf/mfu/actor")
+        tokens_per_s = metrics.get("perf/tokens_per_s/actor")
+        if "perf/total_num_tokens" in metrics:  # not in the warm-up, which only trains
+            tokens_per_s = metrics["perf/total_num_tokens"] / seconds
         self._print(
             f"{stage:>6} {int(metrics['step']):>5} {_number(reward, 3):>7} "
             f"[bold green]{_number(accuracy, 3):>9}[/] {_number(length, 1):>7} "
-            f"{seconds:>7.2f} {_number(metrics.get('perf/tokens_per_s/actor'), 0):>7} "
-            f"{_number(None if mfu is None else 100 * mfu, 1, '%'):>5}   [dim]{phases}[/]"
+            f"{seconds:>7.2f} {_number(tokens_per_s, 0):>7} {_number(None if mfu is None else 100 * mfu, 1, '%'):>5}   "
+            f"[dim]{phases}[/]"
         )
 
     def sft_step(self, step: int, metrics: Mapping[str, float]) -> None:
