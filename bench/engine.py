@@ -3,10 +3,11 @@
     python bench/engine.py --models 0.6b,1.7b,4b,8b              one GPU, all comparisons
     python bench/engine.py --models 4b --cases compile --gpus 1,2,4
     python bench/engine.py --models 4b,8b --cases compile,megatron+tp4,megatron+tp2+pp2,moe:megatron+ep4 --gpus 4
+    python bench/engine.py --models 4b --cases compile --rows 16384,16384   long rows only
     python bench/engine.py --models tiny --device cpu             no GPU
 
 A case is a list of the words below, joined with "+"; "base" is the empty list. Cases are separated by commas. A case
-applies to every model, "moe:megatron+ep4" to one. Rows have 512 to 8,192 tokens, log-uniform, one eighth prompt;
+applies to every model, "moe:megatron+ep4" to one. Rows have 512 to 8,192 tokens (--rows), log-uniform, one eighth prompt;
 weights are random. Each step draws new rows; after two steps for warm-up, five are measured, and a line has the median
 of their rates, with the lowest and the highest MFU. The work per GPU does not depend on the number of GPUs. MFU counts
 the operations that the model requires (tidemill_engines.throughput): no recomputation, no padding, and the head for
@@ -46,7 +47,14 @@ def main() -> int:
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
     )
     all_cases = [case for num_gpus in args.gpus for case in _cases(args, num_gpus)]
-    effort = Effort(steps=args.steps, repeats=args.repeat, case_s=args.case_s, profile=args.profile, device=args.device)
+    effort = Effort(
+        steps=args.steps,
+        repeats=args.repeat,
+        rows=args.rows,
+        case_s=args.case_s,
+        profile=args.profile,
+        device=args.device,
+    )
     end = time.monotonic() + args.limit_s
     out = os.environ.get("OUT")
     report = Report(Path(out, "engine.json") if out else None)
@@ -73,11 +81,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=int, help="tokens per micro-batch and data-parallel rank")
     parser.add_argument("--steps", type=int, default=Effort().steps, help="number of measured steps")
     parser.add_argument("--repeat", action="store_true", help="use the same rows in all steps")
+    parser.add_argument("--rows", type=_bounds, metavar="SHORTEST,LONGEST", help="tokens of a row")
     parser.add_argument("--case-s", type=float, default=Effort().case_s, help="start no further step after this time")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of all cases")
     parser.add_argument("--profile", action="store_true", help="also profile one step")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=Effort().device)
     return parser.parse_args()
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    shortest, longest = map(int, text.split(","))
+    return shortest, longest
 
 
 def _names(text: str) -> list[str]:

@@ -53,6 +53,7 @@ class Effort:
     Attributes:
         steps: number of measured steps, after two for warm-up.
         repeats: all steps have the same rows; else each step draws new lengths.
+        rows: shortest and longest row in tokens; None: 512 and 8,192, or 8 and 64 for the tiny model.
         case_s: time in seconds after which no further step starts; at least one is measured.
         profile: whether to record one more step, of two micro-batches, with torch's profiler.
         device: "cuda" or "cpu".
@@ -60,6 +61,7 @@ class Effort:
 
     steps: int = 5
     repeats: bool = False
+    rows: tuple[int, int] | None = None
     case_s: float = 90.0
     profile: bool = False
     device: str = "cuda"

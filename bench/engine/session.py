@@ -73,7 +73,7 @@ def _train(case: Case, folder: str, device: torch.device, effort: Effort, report
 def _measure(
     case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, report: SendMessage
 ) -> dict[str, Any]:
-    shortest, longest = (TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST)
+    shortest, longest = effort.rows or ((TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST))
     share = case.tokens * case.num_gpus // subject.num_parts  # constant work per GPU
     vocab_size, experts = MODELS[case.model]["vocab_size"], None
     if "balanced" in case.words:
