@@ -22,8 +22,8 @@ written to OUT/weight_update_CASE.json during the run.
 Stages of our update, on trainer rank 0: prepare (recognizes or describes the tensors), gather (stock path only), fill
 (reads tensors for checksums and NaNs, and copies what cannot be read in place to shared memory), load (waits for
 engines) and finish (sets the version). The rest of the total is control: agreement between the trainer ranks. Stages
-within load, on the slowest engine rank: wait (for the trainer), declaration (reads it and maps memory), plan, check, copy,
-finish, verify; the rest of load is control, too: the call through SGLang and back.
+within load, on the slowest engine rank: wait (for the trainer), declaration (reads it and maps memory), plan, check,
+copy, finish, verify; the rest of load is control, too: the call through SGLang and back.
 
 Requires tidemill_weight_update, tidemill_engines (for Megatron's layout) and SGLang; cases with GPUs need as many as
 listed, with 139 GiB each. For dense2e2 and moe8, 80 GB should be enough: the weights of trainer and engine and the copy
