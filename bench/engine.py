@@ -90,8 +90,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    shortest, longest = map(int, text.split(","))
-    return shortest, longest
+    shortest, comma, longest = text.partition(",")
+    if not (comma and shortest.isdecimal() and longest.isdecimal() and 0 < int(shortest) <= int(longest)):
+        raise argparse.ArgumentTypeError(f"expected SHORTEST,LONGEST, such as 512,8192, got {text!r}")
+    return int(shortest), int(longest)
 
 
 def _names(text: str) -> list[str]:
