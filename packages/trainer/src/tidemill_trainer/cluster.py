@@ -145,7 +145,7 @@ class Cluster(RunCluster[Config]):
         with self.watch.waits("start"), self._progress.waiting(what):
             serving = None if self.engines.in_turns else self.engines.start()
             gpus = self._load_model() if self._has_training else []
-            if serving is None:
+            if serving is None:  # engines fill what the training workers leave free
                 self.actor.free_unused_memory()
                 serving = self.engines.start(gpus)
             for engine in serving:
@@ -157,10 +157,16 @@ class Cluster(RunCluster[Config]):
             self.engines.release()
 
     def _load_model(self) -> list[Gpu | None]:
-        """Load the model in the training workers, if it fits there beside the engines; return their GPUs."""
+        """Load the model in the training workers, if it fits there beside the engines; return their GPUs.
+
+        Engines that take turns with them are prepared meanwhile.
+        """
         gpus: list[Gpu | None] = self.actor.gpu()
         if gpus[0] is not None and shares_gpus(self._config):
             check_memory(self._config, gpus[0].num_bytes, self._progress)
+        if self.engines.in_turns:
+            for engine in self.engines.all():
+                engine.group.prepare_engine(gpus)
         self.actor.init_model().get()  # an invalid model fails here earlier than in the engine
         for group in self.roles.values():
             group.wait_ready()

@@ -13,6 +13,7 @@ from tidemill_dispatch import Dispatch, Worker, register
 from tidemill_engines import ModelConfig
 from tidemill_rollout import Generation, SamplingParams
 from tidemill_rollout.sglang import SGLangEngine
+from tidemill_rollout.sglang_kernels import compile_kernels
 from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
@@ -163,31 +164,47 @@ class RolloutWorker(Worker):
         self._files = files
         self._num_episodes = num_episodes
         self._return_routed_experts = return_routed_experts
+        self._arguments: dict[str, Any] | None = None
         self._engine: Engine | None = None
         self._client: LocalEngine | None = None
         self._requests: SGLangEngine | None = None
         self._released: set[str] = set()
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def start_engine(self, gpus: Sequence[Gpu | None] = ()) -> None:
-        """Start SGLang. On a CPU, most of the time is spent on imports.
+    def prepare_engine(self, gpus: Sequence[Gpu | None] = ()) -> None:
+        """Do what an engine needs no GPU memory for: import SGLang, and start to compile its kernels.
 
         Args:
             gpus: in turns, the GPUs of the training workers by rank, of which the engine uses those of its ranks.
         """
         use_gpus(gpus, self._number, self._config.tensor_parallel_size)
-        from sglang.srt.entrypoints.engine import Engine
-        from tidemill_weight_update.sglang import LocalEngine
-
-        instance_id = self._files.claim(self._number)
-        os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31)  # only complete responses, not one part per 50 tokens
-        arguments = engine_arguments(
+        self._arguments = engine_arguments(
             self._config,
             self._model,
             num_episodes=self._num_episodes,
             return_routed_experts=self._return_routed_experts,
             enable_memory_saver=any(gpus),
         )
+        if self._arguments["device"] == "cuda":
+            compile_kernels(self._arguments)
+        import sglang.srt.entrypoints.engine  # noqa: F401
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def start_engine(self, gpus: Sequence[Gpu | None] = ()) -> None:
+        """Start SGLang. On a CPU, most of the time is spent on imports.
+
+        Args:
+            gpus: those of `prepare_engine`, which this calls if nobody has.
+        """
+        if self._arguments is None:
+            self.prepare_engine(gpus)
+        from sglang.srt.entrypoints.engine import Engine
+        from tidemill_weight_update.sglang import LocalEngine
+
+        arguments = self._arguments
+        assert arguments is not None
+        instance_id = self._files.claim(self._number)
+        os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31)  # only complete responses, not one part per 50 tokens
         if "nccl_port" not in arguments:
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = self._files.store(self._number)
         self._engine = Engine(**arguments)
