@@ -1,7 +1,8 @@
 """The training worker: a Ray actor with one rank of the policy and of the models that share its processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from tidemill_dataproto import DataProto
@@ -10,6 +11,7 @@ from tidemill_weight_update import EngineClient, GroupLink, Transfer, WeightUpda
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
+from tidemill_trainer.float8_weights import float8_weights
 from tidemill_trainer.policy_worker import PolicyWorker
 from tidemill_trainer.role_worker import RoleWorker, prefixed
 from tidemill_trainer.roles import has_adapter_reference
@@ -86,9 +88,10 @@ class ActorWorker(PolicyWorker, RoleWorker):
         self._transfer = None
         self._clients = engines
         update = self._config.weight_update
-        dtype: torch.dtype | None = getattr(torch, self._config.rollout.dtype)
-        if self._config.engine.weight_dtype(self._config.model) == self._config.rollout.dtype:
-            dtype = None  # the weights have this dtype, and the float32 bias of DeepSeek's routers must not be cast
+        rollout = self._config.rollout
+        dtype: torch.dtype | None = getattr(torch, rollout.dtype)
+        if rollout.quantization or self._config.engine.weight_dtype(self._config.model) == rollout.dtype:
+            dtype = None  # scales of blocks and the bias of DeepSeek's routers are float32, and must not be cast
         device = "cpu" if update.memory == "cpu" else None
         self._updater = WeightUpdater(
             engines,
@@ -96,7 +99,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             dtype=dtype,
             device=device,
             link=None if link_host is None else GroupLink(host=link_host),
-            in_flight="wait" if self._config.rollout.recompute_kv_cache else "in_place",  # the latter flushes no cache
+            in_flight="wait" if rollout.recompute_kv_cache else "in_place",  # the latter flushes no cache
             timeout_s=update.timeout_s / 3,  # time out on an engine that hangs before calls to the others time out
         )
 
@@ -116,9 +119,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         """
         assert self._updater is not None, "call connect_engines() first"
         if self._transfer is None:
-            shards = self._engine.get_per_tensor_shards
-            # Weights that stay in memory are read there. Copies are made one after the other to save memory.
-            self._transfer = self._updater.declare(shards if self._engine.streams_weights else shards())
+            self._transfer = self._updater.declare(self._weights())
         if only is None:
             stats = self._transfer.send(weight_version)
         else:
@@ -138,3 +139,10 @@ class ActorWorker(PolicyWorker, RoleWorker):
         if stats.weight_version.isdecimal():  # reported by every engine after the update
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
+
+    def _weights(self) -> Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]:
+        """Return the weights that stay in memory, or a function that makes copies one after the other."""
+        shards = self._engine.get_per_tensor_shards
+        if self._config.rollout.quantization == "fp8":
+            return lambda: float8_weights(shards(), self._config.weight_update.bucket_bytes)
+        return shards if self._engine.streams_weights else shards()

@@ -65,6 +65,8 @@ class RolloutConfig:
             reply has exactly that many tokens, whatever end tokens are sampled.
         device: "auto" selects CUDA if Ray has GPUs.
         dtype: dtype of the engine's weights.
+        quantization: "fp8": projections in float8 with a scale per block of 128 x 128, quantized at each weight update,
+            on GPUs; `tidemill eval` uses `dtype`. None: all weights have `dtype`.
         num_engines: number of engines that share the prompts.
         tensor_parallel_size: devices per engine.
         num_gpus_per_engine: GPUs that Ray reserves per engine; a fraction shares a device with the trainer. None
@@ -95,6 +97,7 @@ class RolloutConfig:
     response_lengths: tuple[Count, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantization: Literal["fp8"] | None = None
     num_engines: Count = 1
     tensor_parallel_size: Count = 1
     num_gpus_per_engine: Positive | None = None
@@ -291,6 +294,11 @@ class Config(RunConfig):
         )
         missing = against_turns(self)
         require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
+        require(
+            self.rollout.quantization is None or (self.rollout.dtype == "bfloat16" and self.rollout.device != "cpu"),
+            'rollout.quantization="fp8" requires rollout.dtype="bfloat16" and GPUs, got '
+            f'rollout.dtype="{self.rollout.dtype}" and rollout.device="{self.rollout.device}"',
+        )
         require(
             self.rollout.partial_rollout or self.rollout.recompute_kv_cache,
             "rollout.recompute_kv_cache=false requires rollout.partial_rollout=true: no request runs during an update "

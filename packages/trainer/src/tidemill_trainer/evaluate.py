@@ -70,7 +70,9 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
     return replace(
         config,
         model=replace(config.model, init_seed=None),
-        rollout=replace(config.rollout, engine_args=_without_load_format(config.rollout.engine_args)),
+        rollout=replace(
+            config.rollout, quantization=None, engine_args=_without_load_format(config.rollout.engine_args)
+        ),
         warmup=replace(config.warmup, max_steps=0),
         reward_model=RewardModelConfig(),
         trainer=replace(config.trainer, name=name, checkpoint_dir=None, logger=(), stop_at_accuracy=None),

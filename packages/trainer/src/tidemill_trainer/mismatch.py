@@ -3,7 +3,7 @@
 import torch
 from tidemill_dataproto import DataProto
 
-_LIMITS = {"float32": 0.005, "float16": 0.01, "bfloat16": 0.05}
+_LIMITS = {"float32": 0.005, "float16": 0.01, "bfloat16": 0.05, "fp8": 0.2}
 _LATER = 4.0
 
 
@@ -15,13 +15,13 @@ class MismatchGate:
     """Compare the log-probs of rollout and training, and stop the run if they do not belong to the same policy.
 
     The mean of |rollout - training| over the tokens of a batch has a limit: 0.005 if both compute in float32, 0.01 with
-    float16 and 0.05 with bfloat16. It applies to the first batch after each start and resume, and after the restart of
-    an engine; later batches may have four times as much. Stale or wrong weights, another chat template or other
-    sampling parameters exceed it.
+    float16, 0.05 with bfloat16 and 0.2 with fp8 rollouts. It applies to the first batch after each start and resume,
+    and after the restart of an engine; later batches may have four times as much. Stale or wrong weights, another chat
+    template or other sampling parameters exceed it.
 
     Args:
         limit: limit for the first batch after a start; None: by dtype.
-        dtypes: dtypes of the weights in the engines and in training.
+        dtypes: dtypes of the weights in the engines (or "fp8") and in training.
     """
 
     def __init__(self, limit: float | None, dtypes: tuple[str, ...]) -> None:

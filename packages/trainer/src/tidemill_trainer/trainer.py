@@ -68,7 +68,7 @@ class Trainer:
         with self._waits("load"):
             cluster.episodes.load(config)
         self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress, cluster.temporary)
-        dtypes = config.rollout.dtype, config.engine.param_dtype
+        dtypes = config.rollout.quantization or config.rollout.dtype, config.engine.param_dtype
         gate = MismatchGate(config.rollout.max_log_prob_abs_diff, dtypes)
         self._training = TrainingStep(config, self._learner, gate)
         self._sft = SFT(cluster.actor)

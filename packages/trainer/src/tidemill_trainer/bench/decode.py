@@ -37,7 +37,9 @@ def decode_bytes(config: Config, model: ModelSizes, metrics: Mapping[str, Any], 
         num_experts = model.experts / model.num_layers / (3 * model.hidden * (model.inner / model.num_copies))
         missed = (1 - model.num_copies / num_experts) ** (num_responses / engines)
         read -= model.experts * missed
-    weights = engines * metrics["response_length/max"] * read * element
+    in_layers = read - model.embedding  # the head has the size of the embedding
+    read_bytes = model.embedding * element + in_layers * (1 if config.rollout.quantization == "fp8" else element)
+    weights = engines * metrics["response_length/max"] * read_bytes
     per_token = 2 * model.num_layers * model.key * element
     positions = metrics["prompt_length/mean"] * mean + (std**2 + mean**2 + mean) / 2  # of a response, summed up
     return weights + num_responses * positions * per_token

@@ -55,7 +55,8 @@ def compare_log_probs(config: Config, progress: Progress) -> list[Finding]:
     if batch is None:
         reasons = {summary.outcome.reason for summary in episodes.summaries}
         return [_finding(f"no episode has a reply: {', '.join(sorted(reasons))}")]
-    gate = MismatchGate(config.rollout.max_log_prob_abs_diff, (config.rollout.dtype, config.engine.param_dtype))
+    dtypes = config.rollout.quantization or config.rollout.dtype, config.engine.param_dtype
+    gate = MismatchGate(config.rollout.max_log_prob_abs_diff, dtypes)
     staleness = staleness_of(batch, version=0)
     try:
         metrics = gate.check(batch, staleness)

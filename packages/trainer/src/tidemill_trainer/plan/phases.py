@@ -102,13 +102,13 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) -> list[Part]:
     """Return weights and KV pool of an engine on each of its devices, in bytes.
 
-    Weights: P x dtype / tp. KV pool: 2 x size of keys x layers x dtype / tp for each token, with
+    Weights: `engine_weight_bytes` / tp. KV pool: 2 x size of keys x layers x dtype / tp for each token, with
     `rollout.max_total_tokens`; else what `mem_fraction_static` of the device leaves after the weights.
     """
     rollout = config.rollout
     args = rollout.engine_args
     tp, item = args.get("tp_size", rollout.tensor_parallel_size), ITEM_BYTES[rollout.dtype]
-    weights = sizes.total * item / tp
+    weights = engine_weight_bytes(config, sizes) / tp
     token = 2 * sizes.key * sizes.num_layers * item / tp
     pool = args.get("max_total_tokens", rollout.max_total_tokens)
     longest = config.data.max_prompt_length + rollout.response_length
@@ -125,6 +125,12 @@ def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) 
         Part(role="engine", kind="weights", num_bytes=weights, advice=more),
         Part(role="engine", kind="KV pool", num_bytes=kv, advice=key),
     ]
+
+
+def engine_weight_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the bytes of the weights of an engine: P x dtype, or one byte for each parameter of a layer with "fp8"."""
+    item = ITEM_BYTES[config.rollout.dtype]
+    return sizes.root * item + (sizes.total - sizes.root) * (1 if config.rollout.quantization == "fp8" else item)
 
 
 def _buffer(config: Config) -> Part:

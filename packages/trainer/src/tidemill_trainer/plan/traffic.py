@@ -7,6 +7,7 @@ from tidemill_engines import FSDP2Config
 from tidemill_trainer.config import Config
 from tidemill_trainer.plan.engine import ITEM_BYTES
 from tidemill_trainer.plan.model import ModelSizes
+from tidemill_trainer.plan.phases import engine_weight_bytes
 
 _INFERRED_BYTES = 8 + 8  # input_ids and responses, int64
 _TRAINED_BYTES = 8 + 8 + 4 * 4  # also response_mask, old_log_probs, advantages, loss_weights, float32
@@ -47,7 +48,7 @@ def steps_of(config: Config) -> Steps:
 def bytes_per_step(config: Config, sizes: ModelSizes) -> dict[str, float]:
     """Return the bytes of each kind of transfer in a step, for the policy, with episodes of the maximum length.
 
-    - "weights to engines": P x dtype of the rollout, for each engine.
+    - "weights to engines": `engine_weight_bytes`, for each engine.
     - "all-gather", "reduce-scatter" of FSDP2, received by each rank in an optimizer step: (n - 1) / n x P x
       `param_dtype` for each pass of a micro-batch (two in training; with `reshard_after_forward=false` one for all
       micro-batches), and (n - 1) / n x trainable x `reduce_dtype`.
@@ -56,7 +57,7 @@ def bytes_per_step(config: Config, sizes: ModelSizes) -> dict[str, float]:
     steps, engine = steps_of(config), config.engine
     longest = config.data.max_prompt_length + config.rollout.response_length
     moved: dict[str, float] = {
-        "weights to engines": sizes.total * ITEM_BYTES[config.rollout.dtype] * config.rollout.num_engines,
+        "weights to engines": engine_weight_bytes(config, sizes) * config.rollout.num_engines,
     }
     if isinstance(engine, FSDP2Config):
         n = config.actor.num_workers if engine.fsdp_size == -1 else engine.fsdp_size

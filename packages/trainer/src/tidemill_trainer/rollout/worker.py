@@ -61,6 +61,7 @@ def engine_arguments(
         num_episodes: number of episodes that it generates at the same time.
         return_routed_experts, enable_memory_saver: SGLang's arguments of these names.
     """
+    from tidemill_weight_update.fp8 import fp8_launch_args
     from tidemill_weight_update.sglang import sglang_launch_args
 
     device = config.device
@@ -91,6 +92,8 @@ def engine_arguments(
         arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
+    if config.quantization == "fp8":
+        arguments |= fp8_launch_args()
     arguments |= config.engine_args
     return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
 

@@ -1,0 +1,79 @@
+"""Weights in float8 for the engines; that engines load and use them was seen on a GPU (bench/results)."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tidemill_engines import ModelConfig
+from tidemill_testing import run_ranks
+from tidemill_trainer.bench.shapes import SHAPES
+from tidemill_trainer.cli import BENCH_CONFIG
+from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.float8_weights import float8_weights
+from tidemill_trainer.plan.model import count_model
+from tidemill_trainer.plan.phases import engine_weight_bytes
+from tidemill_trainer.rollout.worker import engine_arguments
+from tidemill_weight_update.fp8 import BlockFp8
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+QUANTIZED = "rollout.quantization=fp8"
+
+
+def model_weights():
+    generator = torch.Generator().manual_seed(0)
+    names = ["embed_tokens.weight"]
+    names += [f"layers.{layer}.{part}" for layer in range(3) for part in ("q_proj.weight", "norm.weight")]
+    names += ["layers.3.down_proj.weight", "lm_head.weight"]
+    return [(name, torch.randn(192, 320, generator=generator)) for name in names]
+
+
+@pytest.mark.parametrize("group_bytes", [1, 4 * 192 * 320 * 2, 2**30])
+def test_groups_of_any_size_give_the_same_tensors_in_order(group_bytes):
+    found = list(float8_weights(model_weights(), group_bytes))
+    expected = BlockFp8(model_weights()).quantize()
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert [name for name, tensor in found if tensor.dtype == torch.float8_e4m3fn] == [
+        *(f"layers.{layer}.q_proj.weight" for layer in range(3)),
+        "layers.3.down_proj.weight",
+    ]
+    for (name, mine), (_, whole) in zip(found, expected, strict=True):
+        assert torch.equal(mine.view(torch.uint8), whole.view(torch.uint8)), name
+
+
+def parts_of_a_rank():
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [(name, distribute_tensor(weight, mesh, [Shard(0)])) for name, weight in model_weights()]
+    found = list(float8_weights(weights, 4 * 192 * 320 * 2))
+    parts = [(name, part.to_local() if isinstance(part, DTensor) else part.tensor) for name, part in found]
+    return {name: part.contiguous().view(torch.uint8).numpy() for name, part in parts}
+
+
+def test_ranks_that_share_blocks_give_the_tensors_of_one_rank():
+    ranks = run_ranks(parts_of_a_rank, 2)  # 96 of 192 rows each, so both have rows of the first blocks
+    for name, whole in BlockFp8(model_weights()).quantize():
+        mine = np.concatenate([rank[name] for rank in ranks if name in rank])
+        assert np.array_equal(mine, whole.view(torch.uint8).numpy()), name
+
+
+def test_engine_starts_with_random_float8_parameters():
+    config = load_config(BENCH_CONFIG, [QUANTIZED, "rollout.device=cuda"])
+    arguments = engine_arguments(config.rollout, config.model)
+    assert arguments["quantization"] == "fp8"
+    assert arguments["load_format"] == "dummy"
+    assert json.loads(arguments["json_model_override_args"])["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_layers_of_an_engine_take_a_byte_per_parameter(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b"]))
+    sizes = count_model(ModelConfig(path=str(tmp_path)))
+    head = 2 * 151_936 * 4096
+    expected = 2 * head + sizes.total - head
+    assert engine_weight_bytes(load_config(BENCH_CONFIG, [QUANTIZED]), sizes) == pytest.approx(expected, rel=1e-5)
+    assert engine_weight_bytes(load_config(BENCH_CONFIG), sizes) == 2 * sizes.total
+
+
+@pytest.mark.parametrize("override", ["rollout.dtype=float32", "rollout.device=cpu"])
+def test_float8_without_bfloat16_or_gpus_is_refused(override):
+    with pytest.raises(ConfigError, match=r'rollout.quantization="fp8" requires rollout.dtype="bfloat16" and GPUs'):
+        load_config(BENCH_CONFIG, [QUANTIZED, override])
