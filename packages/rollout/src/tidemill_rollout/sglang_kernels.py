@@ -6,11 +6,12 @@ they compile it, so SGLang waits for a kernel of this process and then loads it.
 """
 
 import argparse
-import multiprocessing
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,8 @@ def kernels(config: PretrainedConfig, dtype: torch.dtype, tp_size: int) -> list[
         dtype: dtype of its activations and of the KV cache.
         tp_size: size of tensor parallelism.
     """
-    import flashinfer.norm
+    from sglang.kernels.ops.activation.activation import activation_module
+    from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
     from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
     from sglang.kernels.ops.kvcache.kvcache import _jit_kvcache_module
     from sglang.kernels.ops.layernorm.norm import _jit_qknorm_module
@@ -52,16 +54,16 @@ def kernels(config: PretrainedConfig, dtype: torch.dtype, tp_size: int) -> list[
     found: list[Callable[[], object]] = [
         partial(_jit_fused_rope_module, True, head_dim, dtype, dtype),
         partial(_jit_kvcache_module, row_bytes, row_bytes),
+        partial(activation_module, dtype),
+        partial(_jit_clamp_position_module, torch.int64),
     ]
     if config.model_type.startswith("qwen3"):
         found.append(partial(_jit_qknorm_module, head_dim, dtype))
-    if flashinfer.norm._USE_CUDA_NORM:  # without nvidia-cutlass-dsl
-        found.append(flashinfer.norm.get_norm_module)
     return found
 
 
 def main() -> None:
-    """Compile each kernel in a process of its own: SGLang passes the architecture to nvcc through the environment."""
+    """Compile all kernels at the same time."""
     parser = argparse.ArgumentParser(description=compile_kernels.__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", required=True)
@@ -69,13 +71,14 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     args = parser.parse_args()
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code).get_text_config()
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=kernel) for kernel in kernels(config, getattr(torch, args.dtype), args.tp_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(any(process.exitcode for process in processes))
+    from sglang.kernels.jit.utils.arch import get_jit_cuda_arch
+
+    # SGLang sets this variable while it compiles a kernel, and then restores it, whatever other threads do.
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = get_jit_cuda_arch().target_name
+    found = kernels(config, getattr(torch, args.dtype), args.tp_size)
+    with ThreadPoolExecutor(len(found)) as pool:
+        for compiled in [pool.submit(kernel) for kernel in found]:
+            compiled.result()
 
 
 if __name__ == "__main__":
