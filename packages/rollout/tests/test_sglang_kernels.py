@@ -1,8 +1,8 @@
-"""The kernels that are compiled while SGLang starts; that SGLang uses these was seen on a GPU (bench/results)."""
+"""The kernels that are compiled while SGLang starts; that SGLang uses these was checked on a GPU (bench/results)."""
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen3Config
+from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config
 
 pytest.importorskip("sglang")
 
@@ -26,9 +26,13 @@ def test_kernels_have_the_sizes_of_a_rank():
     }
 
 
-def test_each_rank_has_a_head_of_keys():
+def test_heads_of_keys_are_replicated_if_there_are_more_ranks():
     assert arguments(Qwen3Config(**SIZES, head_dim=128), tp_size=16)["_jit_kvcache_module"] == (256, 256)
 
 
-def test_a_model_without_a_norm_of_queries_has_no_kernel_for_it():
+def test_qknorm_is_compiled_for_qwen3_only():
     assert "_jit_qknorm_module" not in arguments(Qwen2Config(**SIZES))
+
+
+def test_nothing_is_compiled_for_other_families():
+    assert kernels(DeepseekV3Config(), torch.bfloat16, 1) == []

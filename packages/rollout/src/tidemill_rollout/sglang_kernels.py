@@ -1,8 +1,8 @@
 """Compile the CUDA kernels of SGLang 0.5.17 that it compiles when it first runs a model on a machine.
 
 SGLang compiles them one after the other, about 10 s each, and keeps them in `~/.cache/tvm-ffi`. `compile_kernels`
-starts a process that compiles all of them at the same time while SGLang starts. Both hold the lock of a kernel while
-they compile it, so SGLang waits for a kernel of this process and then loads it.
+starts a process that compiles all of them at the same time while SGLang starts. Both lock a kernel's folder while they
+compile it, so SGLang waits for a kernel that this process compiles.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,11 +19,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types with grouped-query attention and rotary embeddings of whole heads."""
+
 
 def compile_kernels(engine_args: Mapping[str, Any]) -> None:
     """Start to compile the kernels of an engine for the GPU that this process sees, and return at once.
 
-    An error is printed by the process that compiles; SGLang then compiles the kernel itself, as without this call.
+    The process that compiles prints errors; SGLang then compiles these kernels itself, as without this call.
 
     Args:
         engine_args: arguments of `sglang.Engine`: `model_path`, `dtype` (not "auto"), and optionally `tp_size` and
@@ -36,13 +40,15 @@ def compile_kernels(engine_args: Mapping[str, Any]) -> None:
 
 
 def kernels(config: PretrainedConfig, dtype: torch.dtype, tp_size: int) -> list[Callable[[], object]]:
-    """Return functions that compile and load the kernels of a decoder with grouped-query attention.
+    """Return functions that compile and load the kernels of a model; none for families that are not in `_FAMILIES`.
 
     Args:
         config: configuration of the text model.
         dtype: dtype of its activations and of the KV cache.
         tp_size: size of tensor parallelism.
     """
+    if config.model_type not in _FAMILIES:
+        return []
     from sglang.kernels.ops.activation.activation import activation_module
     from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
     from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
@@ -57,7 +63,7 @@ def kernels(config: PretrainedConfig, dtype: torch.dtype, tp_size: int) -> list[
         partial(activation_module, dtype),
         partial(_jit_clamp_position_module, torch.int64),
     ]
-    if config.model_type.startswith("qwen3"):
+    if config.model_type in ("qwen3", "qwen3_moe"):
         found.append(partial(_jit_qknorm_module, head_dim, dtype))
     return found
 
@@ -76,9 +82,11 @@ def main() -> None:
     # SGLang sets this variable while it compiles a kernel, and then restores it, whatever other threads do.
     os.environ["TVM_FFI_CUDA_ARCH_LIST"] = get_jit_cuda_arch().target_name
     found = kernels(config, getattr(torch, args.dtype), args.tp_size)
-    with ThreadPoolExecutor(len(found)) as pool:
-        for compiled in [pool.submit(kernel) for kernel in found]:
-            compiled.result()
+    with ThreadPoolExecutor() as pool:
+        compiled = [pool.submit(kernel) for kernel in found]
+    for each in compiled:
+        if (error := each.exception()) is not None:
+            traceback.print_exception(error)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
+from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.doctor.machine import enforce
 from tidemill_trainer.doctor.room import check_room, demands, engine_demand
 from tidemill_trainer.gpu_defaults import in_one_line
@@ -85,6 +86,8 @@ class Cluster(RunCluster[Config]):
         enforce(check_room(node_resources(), required), self._progress)
         if on_gpu(config.rollout.device, num_gpus):
             self._progress.info(in_one_line(config))
+        elif config.rollout.quantization is not None:
+            raise ConfigError('rollout.quantization="fp8" requires GPUs, but the Ray cluster has none; remove the key')
         files = self._create_files()
         env_vars = worker_environment(files.folder, address=config.trainer.ray_address)
         if self._has_training:  # first: engines fill what the training workers leave free

@@ -65,8 +65,8 @@ class RolloutConfig:
             reply has exactly that many tokens, whatever end tokens are sampled.
         device: "auto" selects CUDA if Ray has GPUs.
         dtype: dtype of the engine's weights.
-        quantization: "fp8": projections in float8 with a scale per block of 128 x 128, quantized at each weight update,
-            on GPUs; `tidemill eval` uses `dtype`. None: all weights have `dtype`.
+        quantization: "fp8": projections in float8 with a scale per block of 128 x 128, quantized at each weight update;
+            requires GPUs and FSDP2. `tidemill eval` uses `dtype`. None: all weights have `dtype`.
         num_engines: number of engines that share the prompts.
         tensor_parallel_size: devices per engine.
         num_gpus_per_engine: GPUs that Ray reserves per engine; a fraction shares a device with the trainer. None
@@ -294,10 +294,12 @@ class Config(RunConfig):
         )
         missing = against_turns(self)
         require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
+        rollout, backend = self.rollout, self.engine.backend
         require(
-            self.rollout.quantization is None or (self.rollout.dtype == "bfloat16" and self.rollout.device != "cpu"),
-            'rollout.quantization="fp8" requires rollout.dtype="bfloat16" and GPUs, got '
-            f'rollout.dtype="{self.rollout.dtype}" and rollout.device="{self.rollout.device}"',
+            rollout.quantization is None
+            or (rollout.dtype == "bfloat16" and rollout.device != "cpu" and backend == "fsdp2"),
+            'rollout.quantization="fp8" requires rollout.dtype="bfloat16", GPUs and engine.backend="fsdp2", got '
+            f'rollout.dtype="{rollout.dtype}", rollout.device="{rollout.device}" and engine.backend="{backend}"',
         )
         require(
             self.rollout.partial_rollout or self.rollout.recompute_kv_cache,

@@ -61,6 +61,7 @@ def in_one_line(config: "Config") -> str:
     parts.append(backend + (", gathered weights kept" if is_kept else ""))
     parts.append(f"micro-batches of {engine.max_token_len_per_gpu} tokens")
     parts.append(f"KV pool and weights {rollout.mem_fraction_static:.0%} of a GPU")
+    parts += ["FP8 rollouts"] * (rollout.quantization == "fp8")
     parts += ["deterministic inference"] * rollout.deterministic
     return "; ".join(parts)
 

@@ -48,7 +48,8 @@ def steps_of(config: Config) -> Steps:
 def bytes_per_step(config: Config, sizes: ModelSizes) -> dict[str, float]:
     """Return the bytes of each kind of transfer in a step, for the policy, with episodes of the maximum length.
 
-    - "weights to engines": `engine_weight_bytes`, for each engine.
+    - "weights to engines": `engine_weight_bytes`, for each engine; with "fp8", embeddings and head are
+      sent in the dtype of the master weights.
     - "all-gather", "reduce-scatter" of FSDP2, received by each rank in an optimizer step: (n - 1) / n x P x
       `param_dtype` for each pass of a micro-batch (two in training; with `reshard_after_forward=false` one for all
       micro-batches), and (n - 1) / n x trainable x `reduce_dtype`.
@@ -56,9 +57,10 @@ def bytes_per_step(config: Config, sizes: ModelSizes) -> dict[str, float]:
     """
     steps, engine = steps_of(config), config.engine
     longest = config.data.max_prompt_length + config.rollout.response_length
-    moved: dict[str, float] = {
-        "weights to engines": engine_weight_bytes(config, sizes) * config.rollout.num_engines,
-    }
+    sent = engine_weight_bytes(config, sizes)
+    if config.rollout.quantization == "fp8":
+        sent += sizes.root * (ITEM_BYTES[engine.weight_dtype(config.model)] - ITEM_BYTES[config.rollout.dtype])
+    moved: dict[str, float] = {"weights to engines": sent * config.rollout.num_engines}
     if isinstance(engine, FSDP2Config):
         n = config.actor.num_workers if engine.fsdp_size == -1 else engine.fsdp_size
         tokens = steps.episodes * longest / config.actor.num_workers  # of each rank

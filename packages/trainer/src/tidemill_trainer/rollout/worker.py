@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import json
 import os
 import threading
 from collections.abc import Coroutine, Sequence, Set
@@ -52,8 +53,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of `sglang.Engine` for a configuration.
 
-    `config.engine_args` overrides all others, except that its `custom_weight_loader` is added to the one that the
-    weight updates use.
+    `config.engine_args` overrides all others, except those of weight updates: its `custom_weight_loader` is added to
+    theirs, and its `json_model_override_args` to those of `config.quantization`.
 
     Args:
         config: settings of the engine.
@@ -92,9 +93,12 @@ def engine_arguments(
         arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
-    if config.quantization == "fp8":
-        arguments |= fp8_launch_args()
     arguments |= config.engine_args
+    if config.quantization == "fp8":
+        given = json.loads(arguments.get("json_model_override_args", "{}"))
+        arguments |= fp8_launch_args()
+        overrides = given | json.loads(arguments["json_model_override_args"])
+        arguments["json_model_override_args"] = json.dumps(overrides)
     return arguments | sglang_launch_args(arguments.get("custom_weight_loader", ()))
 
 
@@ -175,7 +179,7 @@ class RolloutWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def prepare_engine(self, gpus: Sequence[Gpu | None] = ()) -> None:
-        """Do what an engine needs no GPU memory for: import SGLang, and start to compile its kernels.
+        """Import SGLang and start to compile its kernels, which requires no GPU memory.
 
         Args:
             gpus: in turns, the GPUs of the training workers by rank, of which the engine uses those of its ranks.
@@ -197,7 +201,7 @@ class RolloutWorker(Worker):
         """Start SGLang. On a CPU, most of the time is spent on imports.
 
         Args:
-            gpus: those of `prepare_engine`, which this calls if nobody has.
+            gpus: those of `prepare_engine`, which is called first if it has not been.
         """
         if self._arguments is None:
             self.prepare_engine(gpus)
