@@ -106,7 +106,8 @@ def _cases(args: argparse.Namespace, num_gpus: int) -> list[Case]:
     else:
         texts = [f"{model}:{words}" for model in args.models for words in args.cases if ":" not in words]
         texts += [text for text in args.cases if ":" in text]
-    cases = [parse(text, num_gpus=num_gpus, tokens=args.tokens, micro_tokens=args.micro_tokens) for text in texts]
+    sizes = {"tokens": args.tokens, "micro_tokens": args.micro_tokens, "longest": args.rows[1] if args.rows else 0}
+    cases = [parse(text, num_gpus=num_gpus, **sizes) for text in texts]
     return [case for case in cases if num_gpus == 1 or not {"plain", "logprobs"} & set(case.words)]
 
 

@@ -141,12 +141,13 @@ DEFAULT_CASES = {
 }
 
 
-def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | None) -> Case:
+def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | None, longest: int = 0) -> Case:
     """Parse a case "model:words", such as "8b:ckpt+compile"; "base" is ignored.
 
     Args:
         tokens, micro_tokens: None uses the model's default. The default of `micro_tokens` is per tensor-parallel rank,
             except in a pipeline, which requires many micro-batches.
+        longest: tokens of the longest row, for which the default of `micro_tokens` has room.
 
     Raises:
         ValueError: an unknown model or word, or sizes that do not divide the number of GPUs.
@@ -173,7 +174,7 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
     base, compiled, recomputed, plain = _MICRO_TOKENS[model]
     own = recomputed if "ckpt" in words else compiled if "compile" in words else base
     own *= tp if pp == 1 else 1
-    default = (plain if "plain" in words else own) if micro_tokens is None else micro_tokens
+    default = max(longest, plain if "plain" in words else own) if micro_tokens is None else micro_tokens
     return Case(
         model=model,
         words=tuple(words),
