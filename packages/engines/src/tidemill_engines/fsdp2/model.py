@@ -77,10 +77,16 @@ def compile_layers(model: PreTrainedModel) -> None:
     From then on torch compiles numbers of modules, such as the epsilon of a norm, as constants, everywhere in this
     process. Otherwise they are inputs on the CPU, and each is converted by a kernel of the CPU; before it compiles the
     first of these, torch tries the vector instructions of the CPU, which took 50 s.
-    """
-    from torch._dynamo import config
 
-    config.specialize_float = True
+    Also everywhere in this process, kernels do not depend on whether there are few tokens. Otherwise torch 2.11 fuses
+    the two reductions of a norm's backward pass on a GPU only for many tokens, and compiles each layer again when a
+    micro-batch first has fewer: an 8B model took 19 s for that, in its third step.
+    """
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    dynamo.specialize_float = True
+    inductor.triton.mix_order_reduction_non_strict_mode = True
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 
