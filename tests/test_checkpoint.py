@@ -1,6 +1,9 @@
 """Checkpoints of runs that are killed while they write one, or run out of memory."""
 
+import os
 import re
+import signal
+import time
 
 import pytest
 from step_metrics import read_steps
@@ -25,6 +28,36 @@ def full(log_probs, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return vanilla(log_probs, batch)
 """
+
+
+_ENDLESS_REWARD = """
+import time
+calls = []
+
+def endless(data_source, solution_str, ground_truth, extra_info):
+    calls.append(1)
+    while len(calls) > 32:  # in the second step
+        time.sleep(0.1)
+    return 0.5
+"""
+
+
+def test_checkpoint_is_complete_while_the_next_step_still_generates(start, ctrl_c, tmp_path):
+    (tmp_path / "rewards.py").write_text(_ENDLESS_REWARD)
+    command = start(
+        *("train", str(DEMO_CONFIG), *write_assets(tmp_path / "assets"), "data.train_batch_size=8", "rollout.n=4"),
+        *("warmup.max_steps=0", "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.name=endless"),
+        *(f"trainer.run_dir={tmp_path / 'runs'}", "trainer.save_freq=1", "episode.num_workers=1"),
+        f"reward.function={tmp_path / 'rewards.py'}:endless",
+    )
+    command.wait_for(r"rl +1 ")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "runs/endless/checkpoints/step_000001/trainer.json").exists():
+        assert time.monotonic() < deadline, command.output
+        time.sleep(0.1)
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.end() == 130
+    assert "Continue from the checkpoint of step 1 with" in command.output
 
 
 def test_run_killed_while_it_writes_a_checkpoint_in_the_background_resumes_from_the_previous_one(start, tmp_path):

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -86,6 +86,9 @@ class EpisodePool:
         log_dir: folder for the logs of the processes.
         progress: terminal output.
         watch: writes a report about a worker that is blocked before the worker is replaced.
+
+    Attributes:
+        meanwhile: called every few seconds while the driver waits for episodes; None: nothing is.
     """
 
     def __init__(self, num_workers: int, engines: Engines, log_dir: str, progress: Progress, watch: Watch) -> None:
@@ -95,6 +98,7 @@ class EpisodePool:
         self._watch = watch
         self._config: Config | None = None
         self._checked_s = time.monotonic()
+        self.meanwhile: Callable[[], None] | None = None
         self.workers: list[Any] = [self._start(number) for number in range(num_workers)]
 
     def load(self, config: Config) -> None:
@@ -237,6 +241,8 @@ class EpisodePool:
         now = time.monotonic()
         if not ready or now - self._checked_s > 2 * PART_INTERVAL_S:
             self._engines.poll()
+            if self.meanwhile is not None:
+                self.meanwhile()
             self._checked_s = now
         late = [stream for stream, batch in running.items() if now - batch.last_part_s > _BLOCKED_S]
         return ready + [stream for stream in late if stream not in ready]
