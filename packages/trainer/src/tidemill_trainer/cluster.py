@@ -95,7 +95,7 @@ class Cluster(RunCluster[Config]):
         if config.rollout.device == "cpu":  # also on a machine with GPUs
             env_vars = env_vars | {"CUDA_VISIBLE_DEVICES": "", "TIDEMILL_SGLANG_CPU": "1"}
         self._demand = engine_demand(config, num_gpus, "engines to add", 1)
-        self.engines = Engines(partial(self._start_engine, files, env_vars), config, self._progress)
+        self.engines = Engines(partial(self._start_engine, files, env_vars), config, self._progress, self._log_dir)
         self._stack.callback(self._stop_engines)
         self.engines.start_processes()
         self._stack.callback(self._requests.close)

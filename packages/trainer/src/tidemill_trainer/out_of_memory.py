@@ -97,18 +97,24 @@ def _of_engine(failure: WorkerError | WorkerDiedError, config: RunConfig, logs: 
     """Return the message for an engine, whose SGLang processes write to its log; None: its error has another reason."""
     assert isinstance(config, Config)
     log = logs / f"{log_name(failure.group, failure.rank)}.log"
-    lines = [line for line in tail(log, _LOG_LINES).splitlines() if _IS_FULL.search(line)]
-    if not lines:
+    line = last_error(log)
+    if line is None:
         return None
     rollout = config.rollout
     fraction = f"rollout.mem_fraction_static (now {rollout.mem_fraction_static:g})"
-    if _POOL_IS_SMALL.search(lines[-1]):
+    if _POOL_IS_SMALL.search(line):
         keys = f"raise {fraction}, of which weights and KV pool take their memory, or rollout.tensor_parallel_size"
     else:
         keys = f"lower {fraction} or rollout.max_total_tokens, or raise rollout.tensor_parallel_size"
         if config.placement.engines == "turns":
             keys += "; in turns, what the training workers keep on the GPU is missing here, too"
-    return f"out of memory in the engine {failure.group} (SGLang): {lines[-1].strip()}\n{_capitalized(keys)}. See {log}"
+    return f"out of memory in the engine {failure.group} (SGLang): {line}\n{_capitalized(keys)}. See {log}"
+
+
+def last_error(log: Path) -> str | None:
+    """Return the last line at the end of an engine's log that says that memory is full; None if there is none."""
+    lines = [line.strip() for line in tail(log, _LOG_LINES).splitlines() if _IS_FULL.search(line)]
+    return lines[-1] if lines else None
 
 
 def _capitalized(text: str) -> str:

@@ -68,7 +68,9 @@ class Run:
         self.fails = False
         self.folder = folder
         self.config = load_config(config, [f"rollout.num_engines={num_engines}", "placement.engines=separate"])
-        self.engines = Engines(self.start, self.config, Progress(Console(file=io.StringIO())))
+        self.output = io.StringIO()
+        progress = Progress(Console(file=self.output, width=500))
+        self.engines = Engines(self.start, self.config, progress, str(folder))
         self.engines.start_processes()
         for started in self.engines.start():
             started.get()
@@ -170,10 +172,30 @@ def test_engine_that_fails_to_start_is_reported_and_the_others_serve(begin):
     run = begin()
     run.fails = True
     text = run.fulfil(run.request("add"))
-    assert "rollout_1: could not be started: no memory for the KV pool; see its log" in text
+    assert "rollout_1: could not be started: no memory for the KV pool. See " in text
     assert '"status": 1' in text
     assert run.engines.numbers() == [0]
     run.engines.poll()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[torch_memory_saver.cpp] cu_mem_create has CUDA_ERROR_OUT_OF_MEMORY", "It had no memory left ([torch_memory"),
+        ("Segmentation fault", "repeated. See "),
+    ],
+)
+def test_warning_about_a_dead_engine_names_its_log_and_full_memory(begin, line, words):
+    run = begin()
+    log = run.folder / "rollout_0.log"
+    log.write_text(f"{line}\nscheduler exits\n")
+    ray.kill(run.engines.workers[0])
+    deadline = time.monotonic() + _WAIT_S
+    while "rollout_0 died and is started again" not in run.output.getvalue():
+        assert time.monotonic() < deadline
+        run.engines.poll()
+    assert words in run.output.getvalue()
+    assert str(log) in run.output.getvalue()
 
 
 def test_engine_that_dies_while_it_is_removed_is_not_started_again(begin):

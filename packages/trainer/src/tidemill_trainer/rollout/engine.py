@@ -1,14 +1,17 @@
 """An engine of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from tidemill_dispatch.ray import RayWorkerGroup
+from tidemill_dispatch.ray import CallFuture, RayWorkerGroup
 
+from tidemill_trainer.gpus import Gpu
+from tidemill_trainer.out_of_memory import last_error
 from tidemill_trainer.rollout.engine_requests import EngineRequest
 from tidemill_trainer.rollout.worker import engine_name
 
@@ -49,6 +52,17 @@ class Engine:
             return "starting" if self.is_new else "starting again"
         return "serving" if self.drains is None else "finishing its requests"
 
+    def restart(self, gpus: Sequence[Gpu | None]) -> None:
+        """Start its process and SGLang again; see `RolloutWorker.start_engine`."""
+        self.group.restart([0])
+        self.started = self.worker.start_engine.remote(gpus)
+
+    def last_words(self, log_dir: str) -> str:
+        """Return which log to read after its death, and the line there about full memory, if there is one."""
+        log = Path(log_dir) / f"{self.name}.log"
+        line = last_error(log)
+        return f"See {log}" if line is None else f"It had no memory left ({line}); see {log}"
+
     def is_drained(self) -> bool:
         """Return whether it is being removed, and all episode workers that are alive have its last replies."""
         if self.drains is None:
@@ -58,3 +72,9 @@ class Engine:
             with suppress(RayActorError):
                 ray.get(ref)
         return not left
+
+
+def wait_for(calls: Iterable[CallFuture]) -> None:
+    """Wait for calls of engines that run at the same time."""
+    for call in list(calls):
+        call.get()

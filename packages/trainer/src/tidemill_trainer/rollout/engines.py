@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -14,7 +14,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.gpus import Gpu
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.client import RayEngine
-from tidemill_trainer.rollout.engine import Engine
+from tidemill_trainer.rollout.engine import Engine, wait_for
 from tidemill_trainer.rollout.engine_requests import EngineRequest, EngineRequestError
 from tidemill_trainer.timing import Seconds
 
@@ -37,6 +37,7 @@ class Engines:
             RuntimeError if its resources are not free.
         config: configuration of the run, `placed`.
         progress: terminal output.
+        log_dir: folder with the logs of the engines.
 
     Attributes:
         in_turns: whether they use the GPUs of the training workers in turns.
@@ -45,10 +46,13 @@ class Engines:
         version: weight version of all engines that serve; None before the first update.
     """
 
-    def __init__(self, start_process: Callable[[int], RayWorkerGroup], config: Config, progress: Progress) -> None:
+    def __init__(
+        self, start_process: Callable[[int], RayWorkerGroup], config: Config, progress: Progress, log_dir: str
+    ) -> None:
         self._start_process = start_process
         self._config = config
         self._progress = progress
+        self._log_dir = log_dir
         self._engines: dict[int, Engine] = {}
         self._next_number = config.rollout.num_engines
         self._accepted: deque[EngineRequest] = deque()
@@ -152,12 +156,12 @@ class Engines:
 
         def update() -> dict[str, float]:
             if self.in_turns:
-                _wait(engine.group.resume_weights() for engine in self._serving())
+                wait_for(engine.group.resume_weights() for engine in self._serving())
             elif self._config.rollout.partial_rollout:
-                _wait(engine.group.interrupt() for engine in self._serving())
+                wait_for(engine.group.interrupt() for engine in self._serving())
             metrics = policy.update_weights(version)[0]
             if self._config.rollout.partial_rollout and not self.in_turns:
-                _wait(engine.group.proceed() for engine in self._serving())
+                wait_for(engine.group.proceed() for engine in self._serving())
             return metrics
 
         metrics = self._on_all(update)
@@ -172,7 +176,7 @@ class Engines:
         """In turns, interrupt all requests and free the memory of the engines for the training workers."""
         if self.in_turns:
             with self._seconds("rollout/release_s"):
-                self._on_all(lambda: _wait(engine.group.release() for engine in self._serving()))
+                self._on_all(lambda: wait_for(engine.group.release() for engine in self._serving()))
             self._has_weights = self._serves = False
 
     def resume(self) -> None:
@@ -185,7 +189,7 @@ class Engines:
         assert self._policy is not None
         with self._seconds("rollout/resume_s"):
             self._policy.free_unused_memory()
-            self._on_all(lambda: _wait(engine.group.resume_serving() for engine in self._serving()))
+            self._on_all(lambda: wait_for(engine.group.resume_serving() for engine in self._serving()))
         self._serves = True
 
     def _on_all(self, call: Callable[[], T]) -> T:
@@ -327,11 +331,11 @@ class Engines:
                 engine.group.check_alive()  # raises
             self.num_restarts += 1
             reason = f"{engine.name} died"
-            self._progress.warn(f"{reason} and is started again; its requests are repeated. See its log")
+            last_words = engine.last_words(self._log_dir)
+            self._progress.warn(f"{reason} and is started again; its requests are repeated. {last_words}")
             for worker in self._episode_workers:
                 worker.fail.remote(engine.number, reason)
-            engine.group.restart([0])
-            engine.started = engine.worker.start_engine.remote(self._gpus)
+            engine.restart(self._gpus)
         return bool(dead)
 
     def _wait_for_restarts(self) -> None:
@@ -360,11 +364,12 @@ class Engines:
             self._update_started(engine)
         except (RayTaskError, RayActorError, WorkerError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
+            last_words = engine.last_words(self._log_dir)
             if engine.is_new:
-                self._discard(engine, f"could not be started: {str(cause).splitlines()[0]}; see its log")
+                self._discard(engine, f"could not be started: {str(cause).splitlines()[0]}. {last_words}")
                 return
             if isinstance(error, RayTaskError):
-                raise RuntimeError(f"{engine.name} could not be started again: {cause}; see its log") from error
+                raise RuntimeError(f"{engine.name} could not be started again: {cause}. {last_words}") from error
             engine.group.check_alive()  # raises, if it has died
             raise
         for worker in self._episode_workers:
@@ -391,9 +396,3 @@ class Engines:
     def _serving(self) -> list[Engine]:
         """Return the engines that have started, including those that finish their requests."""
         return [engine for engine in self.all() if engine.started is None]
-
-
-def _wait(calls: Iterable[CallFuture]) -> None:
-    """Wait for calls that run at the same time."""
-    for call in list(calls):
-        call.get()
