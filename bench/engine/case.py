@@ -22,6 +22,7 @@ WORDS = {
 SIZES = {
     "tp": "tensor-parallel ranks, with sequence parallelism (Megatron)",
     "pp": "pipeline stages (Megatron)",
+    "vpp": "model chunks per pipeline stage, which take turns (Megatron)",
     "ep": "expert-parallel ranks (Megatron)",
     "last": "layers of the last pipeline stage; default: as many as in other stages (Megatron)",
     "micro": "tokens per micro-batch and data-parallel rank",
@@ -76,6 +77,7 @@ class Case:
         words: subset of `WORDS`; empty is the FSDP2 engine with default settings.
         num_gpus: number of processes, one per GPU.
         tp, pp, ep: sizes of Megatron's tensor, pipeline and expert parallelism.
+        vpp: model chunks per pipeline stage.
         last: layers of the last pipeline stage; 0 is as many as in other stages.
         tokens: tokens per step and GPU.
         micro_tokens: maximum tokens of a micro-batch on a data-parallel rank; including padding for a plain loop.
@@ -87,6 +89,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    vpp: int = 1
     last: int = 0
     tokens: int = 1
     micro_tokens: int = 1
@@ -97,7 +100,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "last": self.last}
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "last": self.last}
         layout = [f"{kind}{size}" for kind, size in sizes.items() if size > 1]
         own = [] if {"plain", "logprobs", "megatron"} & set(self.words) else ["fsdp2"]
         return "+".join([*own, *self.words, *layout])
@@ -182,6 +185,7 @@ def parse(text: str, *, num_gpus: int, tokens: int | None, micro_tokens: int | N
         tp=tp,
         pp=pp,
         ep=ep,
+        vpp=sizes["vpp"] or 1,
         last=sizes["last"],
         tokens=TOKENS[model] if tokens is None else tokens,
         micro_tokens=sizes["micro"] or default,

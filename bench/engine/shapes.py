@@ -45,6 +45,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "moe": _MOE,
     "moe16": _MOE | {"num_hidden_layers": 16},
-    "tiny": _qwen3(64, 128, 2, 4, tied=True) | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2},
+    "tiny": _qwen3(64, 128, 4, 4, tied=True) | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2},
 }
 """Qwen3 in four sizes, Qwen3-30B-A3B with a third and with half of its layers, and a tiny one for CPU tests."""

@@ -95,6 +95,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         transformer_impl="transformer_engine" if "te" in case.words else "local" if "local" in case.words else "auto",
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         num_layers_in_last_pipeline_stage=case.last or None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1 if case.ep > 1 else None,

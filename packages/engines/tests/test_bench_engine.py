@@ -70,8 +70,8 @@ def test_balanced_routing_uses_experts_evenly():
 def test_case_names_describe_settings():
     from engine.case import parse
 
-    def parsed(text: str, num_gpus: int = 4) -> Any:
-        return parse(text, num_gpus=num_gpus, tokens=None, micro_tokens=None)
+    def parsed(text: str, num_gpus: int = 4, **more: int) -> Any:
+        return parse(text, num_gpus=num_gpus, tokens=None, micro_tokens=None, **more)
 
     case = parsed("8b:megatron+overlap+tp2+pp2")
     assert (case.backend, case.tp, case.pp, case.ep, case.micro_tokens) == ("megatron", 2, 2, 1, 8192)
@@ -79,6 +79,9 @@ def test_case_names_describe_settings():
     assert case.key == "8b megatron+overlap+tp2+pp2 x4"
     assert case.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert parsed("moe:megatron+ep2+micro16384").micro_tokens == 16384
+    assert parsed("8b:megatron+pp2+vpp2").key == "8b megatron+pp2+vpp2 x4"
+    assert parsed("4b:compile", longest=16384).micro_tokens == 16384
+    assert parsed("4b:compile", longest=1024).micro_tokens == 12288
     assert parsed("4b:base").key == "4b fsdp2 x4"
     assert not parsed("4b:compile").environment
     for text, said in (
