@@ -10,7 +10,8 @@ with verl and what it imports, which precedes PYTHONPATH, and --verl-python its 
 folder of an earlier `tidemill bench` instead of a new run.
 
 verl's settings are the fastest that were found for a model of 0.6B on one H200, where engine and trainer stay in
-memory; --verl replaces them. On a GPU of 80 GB, for example, the engine has to free its memory during the update:
+memory, with micro-batches of fewer tokens for a wider model; --verl replaces them. On a GPU of 80 GB, for example, the
+engine has to free its memory during the update:
 
     --verl actor_rollout_ref.rollout.free_cache_engine=True --verl actor_rollout_ref.rollout.gpu_memory_utilization=0.6
     --verl actor_rollout_ref.rollout.engine_kwargs.sglang.enable_memory_saver=True

@@ -12,6 +12,7 @@ from tidemill_trainer.config_file import read_config
 from tidemill_trainer.demo import write_assets
 from tidemill_trainer.rollout.episode_worker import with_length
 from tidemill_trainer.rollouts import sampling_seeds
+from transformers import Qwen3Config
 
 BENCH = Path(__file__).parents[1] / "bench" / "verl"
 
@@ -79,3 +80,11 @@ def test_different_lengths_are_reported():
     assert not list(warnings([step(2.0, 5.0)], [step(4.0, 5.0)]))
     [line] = warnings([step(2.0, 5.0)], [step(4.0, 5.1)])
     assert "response_length/mean of step 3 is 5.00 with tidemill and 5.10 with verl" in line
+
+
+@pytest.mark.parametrize(("hidden", "tokens"), [(64, 32768), (1024, 32768), (2048, 16384), (4096, 8192)])
+def test_micro_batches_of_verl_have_fewer_tokens_for_wider_models(tmp_path, hidden, tokens):
+    Qwen3Config(hidden_size=hidden).save_pretrained(tmp_path / "model")
+    run = config(tmp_path, f"model.path={tmp_path / 'model'}")
+    settings = load("inputs").verl_settings(run, tmp_path, 7, 1)
+    assert settings["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == tokens
