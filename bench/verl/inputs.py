@@ -92,7 +92,7 @@ def verl_settings(config: Config, folder: Path, num_steps: int, num_gpus: int) -
     length = config.data.max_prompt_length + config.rollout.response_length
     reward = reward_function(config)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    # 32,768 are the fastest for 0.6B, whose hidden states have 1,024 elements; activations are proportional to both.
+    # 32,768 tokens are fastest for 0.6B, with hidden states of 1,024 elements; activations are proportional to both.
     max_tokens = 32768 * 1024 // AutoConfig.from_pretrained(config.model.path).get_text_config().hidden_size
     return {
         "algorithm.adv_estimator": "grpo",

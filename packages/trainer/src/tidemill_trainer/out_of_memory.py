@@ -97,7 +97,7 @@ def _of_engine(failure: WorkerError | WorkerDiedError, config: RunConfig, logs: 
     """Return the message for an engine, whose SGLang processes write to its log; None: its error has another reason."""
     assert isinstance(config, Config)
     log = logs / f"{log_name(failure.group, failure.rank)}.log"
-    line = last_error(log)
+    line = memory_error(log)
     if line is None:
         return None
     rollout = config.rollout
@@ -111,7 +111,7 @@ def _of_engine(failure: WorkerError | WorkerDiedError, config: RunConfig, logs: 
     return f"out of memory in the engine {failure.group} (SGLang): {line}\n{_capitalized(keys)}. See {log}"
 
 
-def last_error(log: Path) -> str | None:
+def memory_error(log: Path) -> str | None:
     """Return the last line at the end of an engine's log that says that memory is full; None if there is none."""
     lines = [line.strip() for line in tail(log, _LOG_LINES).splitlines() if _IS_FULL.search(line)]
     return lines[-1] if lines else None

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from tidemill_dispatch.ray import CallFuture, RayWorkerGroup
 
 from tidemill_trainer.gpus import Gpu
-from tidemill_trainer.out_of_memory import last_error
+from tidemill_trainer.out_of_memory import memory_error
 from tidemill_trainer.rollout.engine_requests import EngineRequest
 from tidemill_trainer.rollout.worker import engine_name
 
@@ -60,7 +60,7 @@ class Engine:
     def last_words(self, log_dir: str) -> str:
         """Return which log to read after its death, and the line there about full memory, if there is one."""
         log = Path(log_dir) / f"{self.name}.log"
-        line = last_error(log)
+        line = memory_error(log)
         return f"See {log}" if line is None else f"It had no memory left ({line}); see {log}"
 
     def is_drained(self) -> bool:
