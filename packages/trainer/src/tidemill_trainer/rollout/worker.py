@@ -212,7 +212,7 @@ class RolloutWorker(Worker):
         assert arguments is not None
         instance_id = self._files.claim(self._number)
         os.environ["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31)  # only complete responses, not one part per 50 tokens
-        # In FP8, SGLang multiplies each matrix once for each of 16,384 numbers of tokens when it starts; now for 3,584.
+        # Otherwise FP8 engines multiply each matrix once for every number of tokens up to 65,536 when they start.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
         if "nccl_port" not in arguments:
             os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = self._files.store(self._number)
