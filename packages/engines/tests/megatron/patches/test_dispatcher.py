@@ -6,7 +6,16 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe import moe_utils
-from tidemill_engines.megatron.patches.dispatcher import Permutation, permute, reorder, transposed_runs, unpermute
+from tidemill_engines.megatron.patches.compiled import compile_for_any_length
+from tidemill_engines.megatron.patches.dispatcher import (
+    LocalCopies,
+    Permutation,
+    permute,
+    reorder,
+    sum_copies,
+    transposed_runs,
+    unpermute,
+)
 
 TOKENS, EXPERTS, TOP_K, HIDDEN = 50, 8, 3, 16
 
@@ -33,13 +42,54 @@ def test_permute_and_unpermute_equal_megatrons(device):
     copies = permute(tokens, permutation)
     out = unpermute(copies * factors, permutation)
     [grad] = torch.autograd.grad((out * direction).sum(), tokens)
+    tokens_and_experts = routing_map.T.nonzero()
     expected_copies, _, indices = moe_utils.permute(tokens, routing_map)
     expected = moe_utils.unpermute(expected_copies * factors, indices, tokens.shape)
     [expected_grad] = torch.autograd.grad((expected * direction).sum(), tokens)
     assert torch.equal(copies, expected_copies)
-    assert torch.equal(permutation.experts, routing_map.T.nonzero()[:, 0])
+    assert torch.equal(permutation.slots, tokens_and_experts[:, 1] * EXPERTS + tokens_and_experts[:, 0])
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(grad, expected_grad)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4, 6])
+def test_local_copies_are_those_of_the_routing_map_of_a_ranks_experts(device, first):
+    routing_map = _routing_map(device)
+    experts = routing_map.nonzero()[:, 1].view(TOKENS, TOP_K)
+    permutation, counts = LocalCopies(experts, first, 2).wait()
+    local = routing_map[:, first : first + 2]
+    tokens = torch.randn(TOKENS, HIDDEN, device=device)
+    expected, _, indices = moe_utils.permute(tokens, local)
+    assert torch.equal(counts, local.sum(0).cpu())
+    copies = permute(tokens, permutation)
+    assert torch.equal(copies, expected)
+    torch.testing.assert_close(
+        unpermute(copies, permutation), moe_utils.unpermute(expected, indices, tokens.shape, routing_map=local)
+    )
+    numbers = torch.arange(first, first + 2, device=device).repeat_interleave(counts.to(device))
+    assert torch.equal(experts.flatten()[permutation.slots], numbers)
+
+
+def test_a_rank_whose_experts_have_no_token_adds_nothing(device):
+    experts = torch.zeros(TOKENS, 1, dtype=torch.int64, device=device)
+    permutation, counts = LocalCopies(experts, 5, 3).wait()
+    assert counts.tolist() == [0, 0, 0]
+    tokens = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
+    out = unpermute(permute(tokens, permutation), permutation)
+    out.sum().backward()
+    assert not out.any()
+    assert not tokens.grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiling for a CPU is slow")
+def test_the_compiled_sum_equals_that_of_torch():
+    device, compiled = torch.device("cuda"), compile_for_any_length(sum_copies)
+    for num_tokens in (TOKENS, 3 * TOKENS):
+        experts = torch.rand(num_tokens, EXPERTS, device=device).topk(TOP_K, 1).indices
+        permutation, counts = LocalCopies(experts, 2, 4).wait()
+        copies = torch.randn(int(counts.sum()), HIDDEN, device=device, dtype=torch.bfloat16)
+        assert torch.equal(compiled(copies, permutation.copies), sum_copies(copies, permutation.copies))
 
 
 def test_reorder_sorts_received_tokens_by_expert_and_is_inverted(device):

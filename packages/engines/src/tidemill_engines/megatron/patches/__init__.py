@@ -13,7 +13,7 @@ of megatron-core's modules; the others are classes and functions that the engine
 | `data_parallel` | flags of parameters and buckets | gradients or weights are wrong, or a failed step blocks |
 | `rms_norm` | Megatron's norm | refuses sequence parallelism |
 | `apply_rotary` | `apply_rotary_pos_emb` | slow for packed rows |
-| `dispatcher` | the alltoall token dispatcher | slow |
+| `dispatcher` | the token dispatchers | slow |
 | `experts` | `SequentialMLP` | slow |
 | `weight_gradients` | Apex's kernel for weight gradients | slow without it |
 | `grad_norm` | `get_grad_norm` | slow |
