@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from tidemill_weight_update.control.descriptor import BucketDescriptor
-from tidemill_weight_update.memory import MappedMemories
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.receive.plan_cache import BucketCopies
@@ -90,7 +89,7 @@ def run(
     """Run the copies; return the parameters, checksums and non-finite counts."""
     for parameter in model.parameters():
         parameter.fill_(7)
-    bucket_copies = BucketCopies(descriptor, plan, dict(model.named_parameters()), CPU, MappedMemories(CPU))
+    bucket_copies = BucketCopies(descriptor, plan, dict(model.named_parameters()), CPU)
     bucket_copies.run(memory, {})
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
     return state, bucket_copies.sums.checksums, bucket_copies.counts.tolist()

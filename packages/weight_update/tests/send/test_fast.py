@@ -276,7 +276,7 @@ class CorruptingReceiver(Receiver):
             original = bucket.run
 
             def run(received, staging):
-                bucket._memories[0][1] ^= 4
+                bucket._blocks[0][1] ^= 4
                 original(received, staging)
 
             bucket.run = run

@@ -1,6 +1,7 @@
 """What an engine rank keeps between updates: the trainer's declaration, the plan, and copies built from both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.copy.table import Copy, CopyTable, build_tables
 from tidemill_weight_update.copy.tiles import interleave
 from tidemill_weight_update.cuda_memory import DeviceMemory
-from tidemill_weight_update.memory import MappedMemories
+from tidemill_weight_update.memory import MappedMemories, Memory
 from tidemill_weight_update.plan.plan import CopyPlan, Fill, StoredPlans
 from tidemill_weight_update.plan.record import record
 from tidemill_weight_update.remote.engine_link import RemoteMailbox
@@ -79,6 +80,7 @@ class BucketCopies:
         descriptor: descriptor of the bucket; without memories if its bytes are received.
 
     Attributes:
+        memories: those that are read; `map` them before the first run.
         counts: number of elements of each source that are copied here, int64 [num_sources].
         sums: checksums of the sources, as the last run read them.
         staged: sources that are loaded by the model's own loader.
@@ -90,7 +92,6 @@ class BucketCopies:
         plan: CopyPlan,
         parameters: Mapping[str, Tensor],
         device: torch.device,
-        mapped: MappedMemories,
     ) -> None:
         self.sources = descriptor.sources
         self._device = device
@@ -103,17 +104,21 @@ class BucketCopies:
         ]
         self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
-        self._tables = build_tables(copies, descriptor.sources, shards, self._targets)
+        self._tables, self.memories = _paced(
+            build_tables(copies, descriptor.sources, shards, self._targets), descriptor
+        )
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
         self.counts = np.zeros(len(descriptor.sources), np.int64)
         for table in self._tables:
             np.add.at(self.counts, table.tensor, table.rows * table.cols)
         self.sums = TensorSums(len(descriptor.sources), device, finds_non_finite=False)
-        self._memories = [mapped.block(memory) for memory in descriptor.memories]
+        self._blocks: Blocks = []
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
         self._places: Blocks = [] if self.staged else self._found({})
-        tables = _paced(self._tables, descriptor) if descriptor.is_in_place else self._tables
-        self._copier = Copier(tables, device, keeps=not self.staged)
+        self._copier = Copier(self._tables, device, keeps=not self.staged)
+
+    def map(self, mapped: MappedMemories) -> None:
+        self._blocks = [mapped.block(memory) for memory in self.memories]  # type: ignore[assignment]
 
     def run(self, received: Tensor | None, staging: Mapping[str, Tensor]) -> None:
         """Copy, and compute the checksums of what is copied. On a GPU the work is queued on the current stream.
@@ -124,8 +129,8 @@ class BucketCopies:
         """
         self.sums.clear()
         if self._tables:
-            memories = self._memories if received is None else [received]
-            self._copier.run(memories, self._places or self._found(staging), self.sums.checksums)  # type: ignore[arg-type]
+            blocks = self._blocks if received is None else [received]
+            self._copier.run(blocks, self._places or self._found(staging), self.sums.checksums)
         self.sums.fetch()
 
     def _found(self, staging: Mapping[str, Tensor]) -> Blocks:
@@ -134,12 +139,17 @@ class BucketCopies:
         return [place.data_ptr() for place in places] if self._device.type == "cuda" else places
 
 
-def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> list[CopyTable]:
-    """Return the tables in an order that reads evenly from the GPUs that hold the memories."""
-    uuids = [memory.device_uuid for memory in descriptor.memories if isinstance(memory, DeviceMemory)]
+def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> tuple[Sequence[CopyTable], Sequence[Memory]]:
+    """Return tables that read in place evenly from the GPUs that hold the memories, and the memories that they read."""
+    if not descriptor.is_in_place:
+        return tables, descriptor.memories
+    read = np.unique([number for table in tables for number in np.unique(table.memory)]).astype(np.int32)
+    memories = [descriptor.memories[number] for number in read]
+    tables = [replace(table, memory=np.searchsorted(read, table.memory).astype(np.int32)) for table in tables]
+    uuids = [memory.device_uuid for memory in memories if isinstance(memory, DeviceMemory)]
     gpus = {uuid: number for number, uuid in enumerate(uuids)}
     origin = np.array([gpus[uuid] for uuid in uuids], np.int64)
-    return [interleave(table, origin) for table in tables]
+    return [interleave(table, origin) for table in tables], memories
 
 
 def write_fills(parameters: Mapping[str, Tensor], fills: Iterable[Fill]) -> None:
@@ -162,13 +172,14 @@ class Copies:
     def __init__(
         self, manifest: Manifest, boxes: Sequence[Mailbox], plan: CopyPlan, model: nn.Module, mapped: MappedMemories
     ) -> None:
+        self._mapped: MappedMemories | None = mapped
         self.manifest = manifest
         self.plan = plan
         self.parameters = parameters = dict(model.named_parameters())
         device = next(model.parameters()).device
 
         def build(descriptor: BucketDescriptor) -> BucketCopies:
-            return BucketCopies(descriptor, plan, parameters, device, mapped)
+            return BucketCopies(descriptor, plan, parameters, device)
 
         in_place = [descriptor for descriptor in manifest.descriptors if descriptor.is_in_place]
         self.num_in_place = len(in_place)
@@ -184,6 +195,14 @@ class Copies:
         self._where = [manifest.positions(copies.sources) for copies in self.all]
         self._where_sent = [manifest.positions(descriptor.sources) for descriptor in manifest.descriptors]
         self.counts = self._sum(self._where, [copies.counts for copies in self.all])
+
+    def map_memory(self) -> None:
+        """Map the memories that are read, unless they are, and unmap all others."""
+        if self._mapped is not None:
+            self._mapped.open(memory for copies in self.all for memory in copies.memories)
+            for copies in self.all:
+                copies.map(self._mapped)
+            self._mapped = None
 
     def is_in_arena(self, trainer_rank: int, bucket: int) -> bool:
         """Return whether a bucket is not read in place."""
@@ -244,15 +263,8 @@ class PlanCache:
         if self._manifest is None or self._declared != declared:
             self._manifest = self._copies = None
             with paused_collector():
-                manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
-            self._memories.open(
-                memory
-                for box, descriptors in zip(boxes, manifest.declared, strict=True)
-                for descriptor in descriptors
-                if descriptor.is_in_place or not isinstance(box, RemoteMailbox)
-                for memory in descriptor.memories
-            )
-            self._manifest, self._declared = manifest, declared
+                self._manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
+            self._declared = declared
         return self._manifest
 
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:

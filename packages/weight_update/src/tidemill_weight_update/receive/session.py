@@ -143,6 +143,8 @@ class UpdateSession:
             manifest = self._receiver.manifest(self._boxes, numbers)
         with self._stages("plan"):
             copies = self._receiver.copies(self._boxes, manifest)
+        with self._stages("map"):
+            copies.map_memory()
         with self._stages("check"):
             self._check_coverage(copies)
             self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
