@@ -5,7 +5,7 @@ from tidemill_engines.config import ModelConfig
 from tidemill_trainer.config import Config
 from tidemill_trainer.waits import Limit, Wait, Waits, waits_of
 
-_README = (Path(__file__).parents[1] / "README.md").read_text()
+_PAGE = (Path(__file__).parents[1] / "docs/running.md").read_text()
 
 
 @pytest.fixture
@@ -13,8 +13,8 @@ def waits():
     return Waits({"step": Wait(name="the step", on="its phases"), "update": Wait(name="the update", on="workers")})
 
 
-def test_readme_lists_every_wait_with_its_limits():
-    table = _README.split("### Waits\n", 1)[1].split("\n### ", 1)[0]
+def test_documents_list_every_wait_with_its_limits():
+    table = _PAGE.split("## Waits\n", 1)[1].split("\n## ", 1)[0]
     waits = waits_of(Config(model=ModelConfig(path="m")))
     for phase in waits.keys() - {"step", "adv"}:  # the driver does not wait for another process
         assert waits[phase].name in table, phase

@@ -106,6 +106,6 @@ def _finding(cause: str) -> Finding:
     return Finding(
         node="engine and training workers",
         cause=cause,
-        remedy="see rollout.max_log_prob_abs_diff in the README of tidemill-trainer; with this configuration, a run "
-        "would stop in its first step",
+        remedy="see rollout.max_log_prob_abs_diff in docs/configuration.md of tidemill-trainer; with this "
+        "configuration, a run would stop in its first step",
     )

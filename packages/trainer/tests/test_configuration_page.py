@@ -9,7 +9,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_keys import BACKENDS, section_in
 from tidemill_trainer.sft.config import SFTConfig
 
-_README = (Path(__file__).parents[1] / "README.md").read_text()
+_PAGE = (Path(__file__).parents[1] / "docs/configuration.md").read_text()
 
 
 def _toml(value):
@@ -52,6 +52,6 @@ def _sections():
 
 @pytest.mark.parametrize(("title", "cls"), list(_sections()))
 def test_reference_lists_every_key_with_its_default(title, cls):
-    section = _README.split(f"### {title}\n", 1)[1].split("\n#", 1)[0]
+    section = _PAGE.split(f"# {title}\n", 1)[1].split("\n#", 1)[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert {row[0].strip("| `"): row[1].strip("`") for row in rows} == dict(_defaults(cls))
