@@ -49,7 +49,7 @@ class Permutation:
     Attributes:
         tokens: [m] int64, token of each copy.
         slots: [m] int64, position of each copy in the flattened table of probabilities, of n rows.
-        copies: [n, K] int64, the copies of each token; at least m where it has fewer than K.
+        copies: [n, K] int64 or int32, the copies of each token; at least m where it has fewer than K.
     """
 
     tokens: torch.Tensor
@@ -212,6 +212,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._sorts_received_tokens:
             hidden_states = reorder(hidden_states, self._inverse, self._order)
+            del self._inverse, self._order  # layers that are recomputed need no memory for them
         if self.tp_size > 1:
             dtype = hidden_states.dtype
             hidden_states = reduce_scatter_to_sequence_parallel_region(
@@ -222,8 +223,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        out = unpermute(permutated_local_input_tokens, self._permutation, _sum_of(self.config))
-        return out.view(self.hidden_shape)
+        permutation = self._permutation
+        del self._permutation
+        return unpermute(permutated_local_input_tokens, permutation, _sum_of(self.config)).view(self.hidden_shape)
 
 
 class LocalCopies:
@@ -241,7 +243,7 @@ class LocalCopies:
         numbers = torch.arange(num_experts, dtype=keys.dtype, device=keys.device)
         self._ends = torch.searchsorted(keys, numbers, right=True).to("cpu", non_blocking=True)
         self._arrival = torch.cuda.current_stream(keys.device).record_event() if keys.is_cuda else None
-        order = torch.arange(len(keys), device=keys.device)
+        order = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
         self._copies = torch.empty_like(order).scatter_(0, self._slots, order).view_as(experts)
 
     def wait(self) -> tuple[Permutation, torch.Tensor]:
@@ -249,7 +251,7 @@ class LocalCopies:
         if self._arrival is not None:
             self._arrival.synchronize()
         counts = self._ends.diff(prepend=self._ends.new_zeros(1))
-        slots = self._slots[: int(self._ends[-1])]
+        slots = self._slots[: int(self._ends[-1])].clone()  # the backward keeps these only
         return Permutation(tokens=slots // self._copies.shape[1], slots=slots, copies=self._copies), counts
 
 
@@ -276,7 +278,7 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         """
         self.hidden_shape, top_k = hidden_states.shape, self.config.moe_router_topk
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        experts = torch.nonzero_static(routing_map, size=len(tokens) * top_k)[:, 1].view(-1, top_k)
+        experts = torch.nonzero_static(routing_map, size=len(tokens) * top_k)[:, 1].contiguous().view(-1, top_k)
         of_all_ranks = gather_tokens(experts, self.tp_ep_group)
         self._local = LocalCopies(of_all_ranks, self.local_expert_indices[0], self.num_local_experts)
         return tokens, probs.gather(1, experts)
@@ -294,7 +296,9 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return tokens, counts, probs.flatten().gather(0, self._permutation.slots)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return unpermute(hidden_states, self._permutation, _sum_of(self.config))
+        permutation = self._permutation
+        del self._permutation
+        return unpermute(hidden_states, permutation, _sum_of(self.config))
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return sum_tokens(hidden_states, self.tp_ep_group)
