@@ -171,20 +171,21 @@ class MappedMemories:
         self._device = device
         self._open: dict[_Key, Tensor | ImportedMemory] = {}
 
-    def open(self, memories: Iterable[Memory]) -> None:
-        """Map these memories and unmap all others. Host memory stays mapped as long as a tensor refers to it."""
-        wanted = {_key(memory): memory for memory in memories}
-        for key in self._open.keys() - wanted.keys():
+    def keep(self, memories: Iterable[Memory]) -> None:
+        """Unmap all memories but these. Host memory stays mapped as long as a tensor refers to it."""
+        for key in self._open.keys() - {_key(memory) for memory in memories}:
             mapping = self._open.pop(key)
             if not isinstance(mapping, Tensor):
                 mapping.close()
-        for key, memory in wanted.items():
-            if key not in self._open:
-                self._open[key] = self._map(memory)
 
     def block(self, memory: Memory) -> Tensor | int:
-        """Return open host memory, uint8 [num_bytes], read-only; or the address of open GPU memory in this process."""
-        mapping = self._open[_key(memory)]
+        """Return host memory, uint8 [num_bytes], read-only; or the address of GPU memory in this process. It is mapped
+        unless it is.
+        """
+        key = _key(memory)
+        if key not in self._open:
+            self._open[key] = self._map(memory)
+        mapping = self._open[key]
         return mapping if isinstance(mapping, Tensor) else mapping.address
 
     def _map(self, memory: Memory) -> Tensor | ImportedMemory:

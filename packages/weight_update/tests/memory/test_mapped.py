@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,10 @@ def test_memory_that_is_no_longer_declared_is_unmapped():
     first, second = HostArena(1000), HostArena(2000)
     mapped = MappedMemories(torch.device("cpu"))
     one, two = first.publish(), second.publish()
-    mapped.open([one, two, one])
-    view = mapped.block(one)
-    mapped.open([one])
+    view, other = mapped.block(one), weakref.ref(mapped.block(two))
+    mapped.keep([one])
     assert mapped.block(one) is view
-    with pytest.raises(KeyError):
-        mapped.block(two)
+    assert other() is None
     first.close()
     second.close()
 
@@ -28,7 +27,7 @@ def test_memory_that_is_no_longer_declared_is_unmapped():
 def test_gpu_memory_is_refused_on_a_cpu():
     memory = DeviceMemory(pid=os.getpid(), buffer_id=7, handle="", address=4096, num_bytes=8, device_uuid="own")
     with pytest.raises(RuntimeError, match="an engine on a CPU cannot read GPU memory; pass device='cpu'"):
-        MappedMemories(torch.device("cpu")).open([memory])
+        MappedMemories(torch.device("cpu")).block(memory)
 
 
 READER = """
@@ -40,7 +39,6 @@ path, num_bytes, inode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mapped = MappedMemories(torch.device("cpu"))
 for line in sys.stdin:
     memory = HostMemory(path=path, num_bytes=num_bytes, inode=inode)
-    mapped.open([memory])
     tensor = mapped.block(memory)
     print(tensor.sum(dtype=torch.int64).item(), flush=True)
 """
@@ -52,7 +50,7 @@ def test_mapped_memory_sees_later_trainer_writes():
     arena = HostArena(size)
     memory = arena.publish()
     mapped = MappedMemories(torch.device("cpu"))
-    mapped.open([memory])
+    mapped.block(memory)
     command = [sys.executable, "-c", READER, memory.path, str(memory.num_bytes), str(memory.inode)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
@@ -82,10 +80,9 @@ def test_reused_file_descriptor_is_neither_read_nor_written(tmp_path, num_bytes)
         assert memory.path == f"/proc/{os.getpid()}/fd/{number}"
         mapped = MappedMemories(torch.device("cpu"))
         with pytest.raises(RuntimeError, match=r"memory /proc/\d+/fd/\d+ is closed \(its file descriptor was reused\)"):
-            mapped.open([memory])
+            mapped.block(memory)
         # Even if it was mistaken for the same file, the mapping is private: the file does not change.
         mistaken = replace(memory, inode=os.fstat(number).st_ino, num_bytes=num_bytes)
-        mapped.open([mistaken])
         mapped.block(mistaken).fill_(0)
     finally:
         os.close(number)
@@ -97,4 +94,4 @@ def test_closed_memory_is_an_error():
     memory = arena.publish()
     arena.close()
     with pytest.raises(RuntimeError, match=r"cannot open the trainer's memory /proc/\d+/fd/\d+ \(No such file"):
-        MappedMemories(torch.device("cpu")).open([memory])
+        MappedMemories(torch.device("cpu")).block(memory)

@@ -197,9 +197,8 @@ class Copies:
         self.counts = self._sum(self._where, [copies.counts for copies in self.all])
 
     def map_memory(self) -> None:
-        """Map the memories that are read, unless they are, and unmap all others."""
+        """Map the memories that are read, before the first copy."""
         if self._mapped is not None:
-            self._mapped.open(memory for copies in self.all for memory in copies.memories)
             for copies in self.all:
                 copies.map(self._mapped)
             self._mapped = None
@@ -265,6 +264,7 @@ class PlanCache:
             with paused_collector():
                 self._manifest = Manifest([declaration_from_json(box.read_declaration()) for box in boxes])
             self._declared = declared
+            self._memories.keep(memory for each in self._manifest.descriptors for memory in each.memories)
         return self._manifest
 
     def copies(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
