@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import re
 import threading
 import time
@@ -88,6 +89,7 @@ def _raise(error):
     [
         (lambda: 1 / 0, "environment_error", r"^ZeroDivisionError: division by zero \(in test_episode.py:\d+\)$"),
         (lambda: exit(3), "environment_error", r"^SystemExit: 3 \(in "),
+        (lambda: json.loads("{"), "environment_error", r"^JSONDecodeError: .* \(in test_episode.py:\d+\)$"),
         (lambda: next(iter([])), "environment_error", "StopIteration"),
         (lambda: _raise(TimeoutError("database")), "environment_error", "^TimeoutError: database"),
         (lambda: _raise(asyncio.CancelledError("mine")), "environment_error", "^CancelledError: mine"),

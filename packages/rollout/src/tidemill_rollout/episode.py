@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import sysconfig
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ EpisodeFn = Callable[[Problem, Any], Awaitable[float | dict[str, Any] | Outcome]
 
 _MAX_REASON = 2000
 _PACKAGE = Path(__file__).parent
+_LIBRARIES = {Path(path) for path in map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _episodes: Registry[EpisodeFn] = Registry("episode")
 
 
@@ -142,12 +144,21 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _place(error: BaseException, function: EpisodeFn) -> str:
-    """Return file and line of the last code outside this package that the error passed, or else the function's name."""
+    """Return file and line of the last code outside this package that the error passed, of the user's own code if it
+    passed any; or else the function's name.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<") and not Path(frame.filename).is_relative_to(_PACKAGE)
     ]
+    own = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, _LIBRARIES))]
     if frames:
-        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        last = (own or frames)[-1]
+        return f"{Path(last.filename).name}:{last.lineno}"
+    return name_of(function)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the class of another callable object."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))

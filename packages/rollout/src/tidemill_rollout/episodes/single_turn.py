@@ -2,7 +2,7 @@
 
 import math
 
-from tidemill_rollout.episode import EpisodeFn
+from tidemill_rollout.episode import EpisodeFn, name_of
 from tidemill_rollout.episodes.reward import RewardFn, score
 from tidemill_rollout.outcome import Outcome
 from tidemill_rollout.problem import Problem
@@ -22,6 +22,7 @@ def single_turn(reward: RewardFn, *, reward_timeout_s: float = math.inf) -> Epis
         reply = await generate_reply(problem, session)
         return await score(reward, problem, reply.text, timeout_s=reward_timeout_s)
 
+    episode.__qualname__ = f"single_turn({name_of(reward)})"  # named by errors
     return episode
 
 
