@@ -93,6 +93,12 @@ def test_short_names_of_parallel_sizes_work_on_the_command_line():
         load_config(DEMO_CONFIG, ["engine.tp=2"])
 
 
+def test_text_instead_of_an_array_is_rejected_with_the_array():
+    message = r'data\.train_files must be a valid array, got .a\.jsonl.; write \["a\.jsonl"\]$'
+    with pytest.raises(ConfigError, match=message):
+        parse_config(Config, {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}})
+
+
 @pytest.mark.parametrize(
     ("engine", "message"),
     [

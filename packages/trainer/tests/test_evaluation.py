@@ -102,6 +102,8 @@ def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(as
         assert "load_format" not in config.rollout.engine_args
     with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):
         evaluation_config(tmp_path, [])
+    with pytest.raises(ConfigError, match="runs/nothing does not exist; give the folder of a run or a config file"):
+        evaluation_config(tmp_path / "runs/nothing", [])
 
 
 @pytest.mark.parametrize("accuracies", [{"sums": None, "words": None}, {"sums": None, "words": 1.0}])

@@ -29,6 +29,22 @@ def test_missing_function_is_rejected(name, message):
         load_reward(name)
 
 
+def test_function_with_other_parameters_is_rejected(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def two(solution, truth): return 0.0\n"
+        "def five(a, b, c, d, e): return 0.0\n"
+        "def any(*arguments): return 0.0\n"
+        "class Four:\n    def __call__(self, a, b, c, d=None): return 0.0\nfour = Four()\n"
+    )
+    for name, parameters in (("two", r"\(solution, truth\)"), ("five", r"\(a, b, c, d, e\)")):
+        with pytest.raises(
+            ConfigError, match=rf"mine\.py:{name} must accept the arguments \(data_source, .*{parameters}$"
+        ):
+            load_reward(f"{tmp_path / 'mine.py'}:{name}")
+    for name in ("any", "four"):
+        assert callable(load_reward(f"{tmp_path / 'mine.py'}:{name}"))
+
+
 def test_function_loads_from_file_and_import_errors_are_reported(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
     with pytest.raises(ConfigError, match=r"cannot import '.*bad\.py' .*SyntaxError"):

@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 from tidemill_rollout import Outcome
+from tidemill_rollout.outcome import truncated
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.episodes import EpisodeError
@@ -26,6 +29,33 @@ class Pool:
     def wait(self, tasks):
         summaries = [EpisodeSummary(task=task, outcome=Outcome(reward=1.0)) for task in tasks]
         return Episodes(rows=None, summaries=summaries, num_generated=0, num_lost=0, num_restarts=0)
+
+
+class TruncatedPool(Pool):
+    """A pool whose episodes exceed a limit, except the first `num_ok` of each call."""
+
+    def __init__(self, num_ok):
+        super().__init__()
+        self._num_ok = num_ok
+
+    def wait(self, tasks):
+        episodes = super().wait(tasks)
+        outcome = truncated("turns", "more than 5")
+        late = [replace(summary, outcome=outcome) for summary in episodes.summaries[self._num_ok :]]
+        return replace(episodes, summaries=episodes.summaries[: self._num_ok] + late)
+
+
+@pytest.mark.parametrize("num_ok", [0, 255, 256])
+def test_a_step_with_mostly_truncated_episodes_is_warned_about_once(num_ok, assets, tmp_path, progress, terminal):
+    config = load_config(DEMO_CONFIG, [*assets])
+    rollouts = Rollouts(config, TruncatedPool(num_ok), load_inputs(config, progress), RunDir(tmp_path), progress)
+    for step in (1, 2):
+        with pytest.raises(EpisodeError, match="none of 512 episodes sampled a token"):
+            rollouts.take(step)
+    shown = terminal.getvalue()
+    message = f"{512 - num_ok} of 512 episodes of step 1 were truncated (turns: more than 5)"
+    assert shown.count("truncated") == (num_ok < 256) * 2
+    assert (message in " ".join(shown.split())) == (num_ok < 256)
 
 
 @pytest.mark.parametrize("is_deterministic", ["true", "false"])

@@ -85,9 +85,11 @@ def test_reward_function_that_is_not_a_file_keeps_its_name(tmp_path, function):
 
 def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     _begin(_open(_config(tmp_path, "trainer.name=a"), "x", resume=False))
-    with pytest.raises(ConfigError, match=r"cannot resume .*a with other values of optimizer\.lr, rollout\.n; use"):
+    with pytest.raises(
+        ConfigError, match=r"cannot resume .* values of optimizer\.lr \(there 0.0004, now 1.0\), rollout\.n"
+    ):
         _open(_config(tmp_path, "trainer.name=a", "optimizer.lr=1.0", "rollout.n=3"), "x", resume=True)
-    with pytest.raises(ConfigError, match=r"with other values of trainer\.seed; use"):
+    with pytest.raises(ConfigError, match=r"with other values of trainer\.seed \(there .*, now .*\); use"):
         _open(_config(tmp_path, "trainer.name=a", "trainer.seed=7"), "x", resume=True)
     allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "episode.max_retries=0", "critic.num_workers=2"]
     run = _open(_config(tmp_path, "trainer.name=a", *allowed), "x", resume=True)

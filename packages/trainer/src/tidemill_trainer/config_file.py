@@ -269,7 +269,8 @@ def describe(where: str, problem: Any) -> str:
         return f"config key {where}: {message}"
     for words, symbol in _SYMBOLS.items():
         message = message.replace(words, symbol)
-    return f"config key {where} {message}, got {problem['input']!r}"
+    hint = f"; write [{json.dumps(problem['input'])}]" if problem["type"] == "tuple_type" else ""
+    return f"config key {where} {message}, got {problem['input']!r}{hint}"
 
 
 def _without_none(value: Any) -> Any:

@@ -37,6 +37,8 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
         ConfigError: there is no such configuration or checkpoint, or it has no validation files.
         CheckpointError: the checkpoint is at a URL and cannot be read.
     """
+    if not target.exists() and target.suffix != ".toml":
+        raise ConfigError(f"{target.absolute()} does not exist; give the folder of a run or a config file")
     if target.is_dir():
         is_run = (target / "config.toml").is_file()
         run = RunDir(target if is_run else target.absolute().parent.parent)

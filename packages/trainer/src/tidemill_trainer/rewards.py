@@ -1,5 +1,6 @@
 """Reward functions, found by name."""
 
+import inspect
 from typing import Any
 
 from tidemill_rollout import Registry
@@ -9,6 +10,7 @@ from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
 
 _functions: Registry[RewardFn] = Registry("reward function")
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def register_reward(name: str):
@@ -57,10 +59,23 @@ def load_reward(function: str) -> RewardFn:
     """Load a reward function by registered name, "pkg.mod:attr" or "path/file.py:attr".
 
     Raises:
-        ConfigError: the function does not exist or cannot be imported; the message names file and function.
+        ConfigError: the function does not exist, cannot be imported or has other parameters; the message names file and
+            function.
     """
     try:
-        return _functions.load(function)
+        loaded = _functions.load(function)
     except (ValueError, ImportError) as error:
         endpoint = "" if ":" in function else '; or "endpoint", a reward model on the server at reward.url'
         raise ConfigError(f"config key reward.function: {error}{endpoint}") from error
+    try:
+        parameters = inspect.signature(loaded)
+    except ValueError:  # a function of an extension module
+        return loaded
+    try:
+        parameters.bind(*_ARGUMENTS)
+    except TypeError as error:
+        raise ConfigError(
+            f"config key reward.function: {function} must accept the arguments ({', '.join(_ARGUMENTS)}), got the "
+            f"parameters {parameters}"
+        ) from error
+    return loaded

@@ -102,6 +102,7 @@ class Rollouts:
         limit = config.algorithm.max_num_gen_batches
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks: set[str] = set()
+        self._has_warned = False
 
     def save(self, checkpoint: str) -> None:
         """Write what has finished of the later steps that have started to the folder or URL of a checkpoint.
@@ -223,6 +224,7 @@ class Rollouts:
         limit = self._config.episode.max_error_share
         episodes = self._pool.wait(started.sampled)
         check_errors(episodes.summaries, f"step {step}", limit, self._progress)
+        self._warn_about_truncated(step, episodes.summaries)
         if started.greedy is None:
             return episodes
         greedy = self._pool.wait(started.greedy)
@@ -234,6 +236,17 @@ class Rollouts:
                 dropped[each.task.number] = "no baseline"
         both = joined([episodes, replace(greedy, rows=None, summaries=[], baselines=greedy.summaries)])
         return without(both, dropped)
+
+    def _warn_about_truncated(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
+        """Warn once if most episodes of a step have exceeded a limit."""
+        reasons = [each.outcome.reason for each in summaries if each.outcome.status == "truncated"]
+        if self._has_warned or 2 * len(reasons) <= len(summaries):
+            return
+        self._has_warned = True
+        self._progress.warn(
+            f"{len(reasons)} of {len(summaries)} episodes of step {step} were truncated ({reasons[0]}); later steps "
+            "count them in episode/status/truncated"
+        )
 
     def _no_signal(self, step: int, episodes: Episodes) -> str:
         counts = self._filter.metrics(self._filter.apply(episodes))

@@ -294,7 +294,7 @@ def check_same(new: RunConfig, old: RunConfig, run: RunDir, what: str) -> None:
     """
     before, after = config_to_dict(old), config_to_dict(new)
     changed = [
-        f"{section}.{key}"
+        f"{section}.{key} (there {before.get(section, {}).get(key)!r}, now {after.get(section, {}).get(key)!r})"
         for section in sorted(before.keys() | after.keys())
         for key in sorted(before.get(section, {}).keys() | after.get(section, {}).keys())
         if before.get(section, {}).get(key) != after.get(section, {}).get(key)
