@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from tidemill_trainer.cli import main
@@ -46,3 +48,15 @@ def test_demo_is_chosen_by_name_and_overrides_may_come_without_one(monkeypatch, 
 def test_request_for_a_report_does_not_end_a_command_before_its_run_starts(capsys):
     assert main(["plan", "nowhere.toml"]) == 1
     os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "plan", "bench", "doctor"])
+def test_a_missing_file_is_reported_before_torch_is_imported(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tidemill_trainer", command, str(tmp_path / "none.toml")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"error: config file {tmp_path / 'none.toml'} does not exist; check the path\n" in done.stderr
+    assert " torch" not in done.stderr

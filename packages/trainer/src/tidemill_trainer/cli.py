@@ -21,6 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 after an error, 2 for wrong arguments, 130 after Ctrl-C or SIGTERM.
     """
     args = _parse(argv)
+    config: Path | None = getattr(args, "config", None)
+    if config is not None and not config.is_file():  # before the imports
+        sys.stderr.write(f"error: config file {config.absolute()} does not exist; check the path\n")
+        return 1
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # until a run answers it with a report; by default it ends a process
     # Under `uv run`, Ray would build the whole environment again for its workers. Ray reads this when imported.
