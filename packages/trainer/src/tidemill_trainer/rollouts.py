@@ -102,7 +102,7 @@ class Rollouts:
         limit = config.algorithm.max_num_gen_batches
         self._max_rounds = _MAX_ROUNDS if limit is None else limit
         self._seen_forks: set[str] = set()
-        self._has_warned = False
+        self._has_warned_of_truncated = False
 
     def save(self, checkpoint: str) -> None:
         """Write what has finished of the later steps that have started to the folder or URL of a checkpoint.
@@ -240,9 +240,9 @@ class Rollouts:
     def _warn_about_truncated(self, step: int, summaries: Sequence[EpisodeSummary]) -> None:
         """Warn once if most episodes of a step have exceeded a limit."""
         reasons = [each.outcome.reason for each in summaries if each.outcome.status == "truncated"]
-        if self._has_warned or 2 * len(reasons) <= len(summaries):
+        if self._has_warned_of_truncated or 2 * len(reasons) <= len(summaries):
             return
-        self._has_warned = True
+        self._has_warned_of_truncated = True
         self._progress.warn(
             f"{len(reasons)} of {len(summaries)} episodes of step {step} were truncated ({reasons[0]}); later steps "
             "count them in episode/status/truncated"

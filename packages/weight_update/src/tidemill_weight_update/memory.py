@@ -179,8 +179,9 @@ class MappedMemories:
                 mapping.close()
 
     def block(self, memory: Memory) -> Tensor | int:
-        """Return host memory, uint8 [num_bytes], read-only; or the address of GPU memory in this process. It is mapped
-        unless it is.
+        """Return host memory, uint8 [num_bytes], read-only; or the address of GPU memory in this process.
+
+        The first call maps it.
         """
         key = _key(memory)
         if key not in self._open:

@@ -104,7 +104,7 @@ class BucketCopies:
         ]
         self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
-        self._tables, self.memories = _paced(
+        self._tables, self.memories = _read_evenly(
             build_tables(copies, descriptor.sources, shards, self._targets), descriptor
         )
         self._parameters = {name: parameters[name].detach() for name in self._targets if name in parameters}
@@ -118,6 +118,7 @@ class BucketCopies:
         self._copier = Copier(self._tables, device, keeps=not self.staged)
 
     def map(self, mapped: MappedMemories) -> None:
+        """Map `memories`, unless another bucket has."""
         self._blocks = [mapped.block(memory) for memory in self.memories]  # type: ignore[assignment]
 
     def run(self, received: Tensor | None, staging: Mapping[str, Tensor]) -> None:
@@ -139,8 +140,10 @@ class BucketCopies:
         return [place.data_ptr() for place in places] if self._device.type == "cuda" else places
 
 
-def _paced(tables: Sequence[CopyTable], descriptor: BucketDescriptor) -> tuple[Sequence[CopyTable], Sequence[Memory]]:
-    """Return tables that read in place evenly from the GPUs that hold the memories, and the memories that they read."""
+def _read_evenly(
+    tables: Sequence[CopyTable], descriptor: BucketDescriptor
+) -> tuple[Sequence[CopyTable], Sequence[Memory]]:
+    """Return the tables and the memories that they read; if in place, in an order that reads from all GPUs evenly."""
     if not descriptor.is_in_place:
         return tables, descriptor.memories
     read = np.unique([number for table in tables for number in np.unique(table.memory)]).astype(np.int32)

@@ -310,7 +310,9 @@ def gather_tokens(tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def sum_tokens(tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's rows of the sum over all ranks, rounded after a sum in float32; undoes `gather_tokens`."""
+    """Return this rank's rows of the sum over all ranks, rounded after a sum in float32; the backward is
+    `gather_tokens`.
+    """
     return _apply_linear(tokens, partial(_reduce, group), partial(_gather, group))
 
 
