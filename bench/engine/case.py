@@ -16,7 +16,8 @@ WORDS = {
     "te": "layers of Transformer Engine (Megatron)",
     "local": "no Transformer Engine, even if installed (Megatron)",
     "balanced": "send tokens to random, evenly used experts instead of those of the random routers (Megatron)",
-    "allgather": "gather tokens on all expert-parallel ranks instead of sending them to their experts only (Megatron)",
+    "allgather": "gather tokens on all ranks that share the experts, also where this is not the default (Megatron)",
+    "alltoall": "send tokens to their experts only, also where this is not the default (Megatron)",
     "logprobs": "no training: log-probs from hidden states, fused and plain",
 }
 
@@ -31,7 +32,7 @@ SIZES = {
 """Words that are followed by a number, such as "tp2"."""
 
 _NOT_OF_MEGATRON = {"plain", "sorted", "selective", "compile", "bf16", "zero2", "logprobs"}
-_OF_MEGATRON = {"overlap", "te", "local", "balanced", "allgather"}
+_OF_MEGATRON = {"overlap", "te", "local", "balanced", "allgather", "alltoall"}
 
 PATIENCE_S = 150.0
 """Maximum time without output of a case, which covers loading, compilation and its first step."""

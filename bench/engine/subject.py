@@ -99,7 +99,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         num_layers_in_last_pipeline_stage=case.last or None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1 if case.ep > 1 else None,
-        moe_token_dispatcher_type="allgather" if "allgather" in case.words else "alltoall",
+        moe_token_dispatcher_type=next((word for word in ("allgather", "alltoall") if word in case.words), "auto"),
         sequence_parallel=case.tp > 1,
         overlap_grad_reduce="overlap" in case.words,
         overlap_param_gather="overlap" in case.words,

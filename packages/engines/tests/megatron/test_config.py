@@ -1,5 +1,7 @@
 """Checks of the Megatron engine's configuration."""
 
+from dataclasses import replace
+
 import pytest
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.config import MegatronConfig
@@ -69,7 +71,7 @@ def test_settings_that_require_parallelism_and_sizes_below_one_are_refused():
         ({"seed": 1.0}, TypeError, "seed must be a whole number; got 1.0"),
         ({"device": "tpu"}, ValueError, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"param_dtype": "float64"}, ValueError, "param_dtype must be one of float32, bfloat16; got 'float64'"),
-        ({"moe_token_dispatcher_type": "flex"}, ValueError, "must be one of alltoall, allgather; got 'flex'"),
+        ({"moe_token_dispatcher_type": "flex"}, ValueError, "must be one of auto, alltoall, allgather; got 'flex'"),
         ({"recompute_modules": "mlp"}, TypeError, r"must be a tuple of names; got 'mlp', write \('mlp',\)"),
         ({"recompute_modules": ("mlp", "norm")}, ValueError, "must be one of core_attn, .*, moe; got 'norm'"),
     ],
@@ -77,3 +79,20 @@ def test_settings_that_require_parallelism_and_sizes_below_one_are_refused():
 def test_invalid_settings_are_refused(settings, kind, message):
     with pytest.raises(kind, match=f"MegatronConfig.*{message}"):
         MegatronConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dispatcher"),
+    [
+        ({"expert_model_parallel_size": 4}, "allgather"),
+        ({"expert_model_parallel_size": 8}, "alltoall"),
+        ({"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, "alltoall"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "allgather"),
+        ({"expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, "alltoall"),
+        ({"expert_model_parallel_size": 4, "moe_token_dispatcher_type": "alltoall"}, "alltoall"),
+        ({}, "alltoall"),
+    ],
+)
+def test_tokens_are_gathered_where_fewer_ranks_share_the_experts_than_a_token_has(tmp_path, sizes, dispatcher):
+    architecture = replace(Architecture.read(tiny_model(tmp_path, "qwen3_moe")), num_experts_per_tok=8)
+    assert MegatronConfig(**sizes).token_dispatcher(architecture) == dispatcher

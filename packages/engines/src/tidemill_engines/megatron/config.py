@@ -25,7 +25,7 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-TokenDispatcher = Literal["alltoall", "allgather"]
+TokenDispatcher = Literal["auto", "alltoall", "allgather"]
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 
@@ -46,7 +46,9 @@ class MegatronConfig(EngineConfig):
         context_parallel_size: number of ranks that share the tokens of each row (CP).
         expert_model_parallel_size: number of ranks that share the experts of a MoE layer (EP).
         expert_tensor_parallel_size: number of ranks that share each expert; None is `tensor_model_parallel_size`.
-        moe_token_dispatcher_type: collective that sends tokens to experts.
+        moe_token_dispatcher_type: collective that sends tokens to experts: "alltoall" each token to the ranks of its
+            experts, "allgather" (not with pipeline stages) each token once to all ranks that share the experts; "auto"
+            is "allgather" where these are fewer than the experts of a token, and "alltoall" elsewhere.
         sequence_parallel: divide the tokens of norms and dropout among the tensor-parallel ranks.
         transformer_impl: implementation of the layers. "transformer_engine" requires Transformer Engine and CUDA;
             "local" uses the modules of Megatron and of this package; "auto" uses Transformer Engine where it is
@@ -76,7 +78,7 @@ class MegatronConfig(EngineConfig):
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
-    moe_token_dispatcher_type: TokenDispatcher = "alltoall"
+    moe_token_dispatcher_type: TokenDispatcher = "auto"
     sequence_parallel: bool = False
     transformer_impl: TransformerImpl = "auto"
     use_distributed_optimizer: bool = True
@@ -132,6 +134,15 @@ class MegatronConfig(EngineConfig):
     def expert_tp(self) -> int:
         """Tensor-parallel size of the experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def token_dispatcher(self, architecture: Architecture) -> Literal["alltoall", "allgather"]:
+        """Return the collective that sends tokens to experts. The one of "auto" moves fewer bytes."""
+        if self.moe_token_dispatcher_type != "auto":
+            return self.moe_token_dispatcher_type
+        num_ranks = self.expert_model_parallel_size * self.expert_tp
+        if 1 < num_ranks < architecture.num_experts_per_tok and self.pipeline_model_parallel_size == 1:
+            return "allgather"
+        return "alltoall"
 
     @property
     def ranks_per_row(self) -> int:

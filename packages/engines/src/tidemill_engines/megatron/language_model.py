@@ -94,7 +94,7 @@ class MegatronLanguageModel(MegatronEngine):
             normalizer=plan.normalizer,
             coefficient=self.model_config.router_aux_loss_coef,
             replays=self.engine_config.router_replay,
-            dispatcher=self.engine_config.moe_token_dispatcher_type,
+            dispatcher=self.engine_config.token_dispatcher(self.architecture),
             num_chunks=len(self.chunks),
             forward_only=forward_only,
         )

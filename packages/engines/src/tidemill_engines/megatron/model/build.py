@@ -74,7 +74,7 @@ def transformer_config(
         embedding_init_method=_no_init,
         calculate_per_token_loss=True,
         transformer_impl=implementation,
-        **_parallel_fields(parallel),
+        **_parallel_fields(parallel, a),
         **_moe_fields(a),
         **_recompute_fields(recompute),
         masked_softmax_fusion=False,
@@ -86,7 +86,7 @@ def transformer_config(
     )
 
 
-def _parallel_fields(parallel: MegatronConfig) -> dict[str, Any]:
+def _parallel_fields(parallel: MegatronConfig, architecture: Architecture) -> dict[str, Any]:
     """Parallel sizes, and communication between ranks."""
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -99,7 +99,7 @@ def _parallel_fields(parallel: MegatronConfig) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
         # Rows have any length. Megatron then requires the alltoall dispatcher, also for dense models.
         "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1,
-        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        "moe_token_dispatcher_type": parallel.token_dispatcher(architecture),
         # With Megatron's defaults, interleaved chunks exchange wrong tensors without an error.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,

@@ -37,7 +37,7 @@ def check_moe(model: ModelConfig, config: MegatronConfig, architecture: Architec
             f"ModelConfig.router_aux_loss_coef must be 0 for a {architecture.model_type} model, got "
             f"{model.router_aux_loss_coef}: the bias of its router balances the experts, and is not trained here"
         )
-    elif device.type == "cpu" and config.expert_tp > 1 and config.moe_token_dispatcher_type == "alltoall":
+    elif device.type == "cpu" and config.expert_tp > 1 and config.token_dispatcher(architecture) == "alltoall":
         raise ValueError(
             f"expert_tensor_parallel_size = {config.expert_tp} with moe_token_dispatcher_type='alltoall' gathers "
             "unequal numbers of tokens, which gloo does not support; on a CPU use "
@@ -53,7 +53,7 @@ class MoEBatch:
         normalizer: normalizer of the loss; None without loss.
         coefficient: coefficient of the balance loss.
         replays: use the column `routed_experts` if there is one, and record the experts if there is no loss.
-        dispatcher: `MegatronConfig.moe_token_dispatcher_type`.
+        dispatcher: collective that sends tokens to experts, "alltoall" or "allgather".
         num_chunks: model chunks of each pipeline stage.
         forward_only: True if there is no backward.
 
