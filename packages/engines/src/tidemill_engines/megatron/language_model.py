@@ -91,6 +91,7 @@ class MegatronLanguageModel(MegatronEngine):
             self.architecture,
             self.groups,
             self.division,
+            self.device,
             normalizer=plan.normalizer,
             coefficient=self.model_config.router_aux_loss_coef,
             replays=self.engine_config.router_replay,
