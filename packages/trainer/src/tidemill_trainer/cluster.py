@@ -1,5 +1,6 @@
 """The processes of a run: Ray, the training workers and the SGLang engines."""
 
+import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWork
 from tidemill_trainer.actor import ActorWorker
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
+from tidemill_trainer.doctor.facts import read_gpus
 from tidemill_trainer.doctor.machine import enforce
 from tidemill_trainer.doctor.room import check_room, demands, engine_demand
 from tidemill_trainer.gpu_defaults import in_one_line
@@ -82,6 +84,9 @@ class Cluster(RunCluster[Config]):
         config = self._config = placed(self._config, num_gpus, has_training=self._has_training)
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
+        if config.trainer.ray_address is None and of_training and shares_gpus(config):
+            for gpu in read_gpus(visible=os.environ.get("CUDA_VISIBLE_DEVICES")):  # of this machine, the only one
+                check_memory(config, gpu.total_bytes)
         required = demands(config, num_gpus, has_training=self._has_training)
         enforce(check_room(node_resources(), required), self._progress)
         if on_gpu(config.rollout.device, num_gpus):
@@ -166,7 +171,7 @@ class Cluster(RunCluster[Config]):
         """
         gpus: list[Gpu | None] = self.actor.gpu()
         if gpus[0] is not None and shares_gpus(self._config):
-            check_memory(self._config, gpus[0].num_bytes, self._progress)
+            check_memory(self._config, gpus[0].num_bytes, self._progress)  # of any machine
         if self.engines.in_turns:
             for engine in self.engines.all():
                 engine.group.prepare_engine(gpus)

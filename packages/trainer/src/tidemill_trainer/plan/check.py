@@ -9,13 +9,13 @@ from tidemill_trainer.progress import Progress
 _TOLERANCE = 1.1  # of the estimate, see tests/plan/test_measured.py
 
 
-def check_memory(config: Config, device_bytes: float, progress: Progress) -> None:
-    """Check that each phase of a run fits into its devices; warn if that is uncertain.
+def check_memory(config: Config, device_bytes: float, progress: Progress | None = None) -> None:
+    """Check that each phase of a run fits into its devices.
 
     Args:
         config: configuration of the run, `placed`.
         device_bytes: memory of a device.
-        progress: terminal output.
+        progress: terminal output for a warning if it is uncertain; None: no warning.
 
     Raises:
         ConfigError: a phase requires over 10 % more memory. The message names it, what holds the memory, and the keys.
@@ -23,5 +23,6 @@ def check_memory(config: Config, device_bytes: float, progress: Progress) -> Non
     devices = plan_devices(config, role_sizes(config), device_bytes)
     if found := problems(devices, device_bytes, tolerance=_TOLERANCE):
         raise ConfigError("\n".join(found))
-    for problem in problems(devices, device_bytes):
-        progress.warn(f"this may not fit: {problem}")
+    if progress is not None:
+        for problem in problems(devices, device_bytes):
+            progress.warn(f"this may not fit: {problem}")
