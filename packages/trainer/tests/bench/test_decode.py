@@ -54,6 +54,13 @@ def test_bytes_of_different_responses_are_counted_token_by_token(sizes):
     assert found == pytest.approx(weights + cache)
 
 
+def test_a_kv_cache_in_float8_has_half_the_bytes(sizes):
+    model = sizes("qwen3-0.6b")
+    weights = 512 * 2 * model.total
+    saved = read(model) - read(model, 'rollout.engine_args.kv_cache_dtype="fp8_e4m3"')
+    assert saved == pytest.approx((read(model) - weights) / 2)
+
+
 def test_each_engine_reads_the_weights(sizes):
     model = sizes("qwen3-0.6b")
     more = read(model, "rollout.num_engines=2") - read(model)

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill_trainer.config import Config
+from tidemill_trainer.plan.engine import ITEM_BYTES
 from tidemill_trainer.plan.model import ModelSizes
+from tidemill_trainer.plan.phases import kv_cache_token_bytes
 
 # Bytes per second, from the data sheet of the SXM variant.
 _PEAK_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "A100": 2.039e12}
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def peak_bandwidth(gpu: str | None) -> float | None:
@@ -29,7 +30,7 @@ def decode_bytes(config: Config, model: ModelSizes, metrics: Mapping[str, Any], 
         metrics: line of `metrics.jsonl`.
         num_generated: tokens that were sampled in the step.
     """
-    element = _ELEMENT_BYTES[config.rollout.dtype]
+    element = ITEM_BYTES[config.rollout.dtype]
     mean, std = metrics["response_length/mean"], metrics["response_length/std"]
     num_responses, engines = num_generated / max(mean, 1.0), config.rollout.num_engines
     read = model.total - (0 if model.has_tied_head else model.embedding)
@@ -40,6 +41,5 @@ def decode_bytes(config: Config, model: ModelSizes, metrics: Mapping[str, Any], 
     in_layers = read - model.embedding  # the head has the size of the embedding
     read_bytes = model.embedding * element + in_layers * (1 if config.rollout.quantization == "fp8" else element)
     weights = engines * metrics["response_length/max"] * read_bytes
-    per_token = 2 * model.num_layers * model.key * element
     positions = metrics["prompt_length/mean"] * mean + (std**2 + mean**2 + mean) / 2  # of a response, summed up
-    return weights + num_responses * positions * per_token
+    return weights + num_responses * positions * kv_cache_token_bytes(config, model)

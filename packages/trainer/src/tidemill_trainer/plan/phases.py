@@ -102,14 +102,14 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) -> list[Part]:
     """Return weights and KV pool of an engine on each of its devices, in bytes.
 
-    Weights: `engine_weight_bytes` / tp. KV pool: 2 x size of keys x layers x dtype / tp for each token, with
+    Weights: `engine_weight_bytes` / tp. KV pool: `kv_cache_token_bytes` / tp for each token, with
     `rollout.max_total_tokens`; else what `mem_fraction_static` of the device leaves after the weights.
     """
     rollout = config.rollout
     args = rollout.engine_args
-    tp, item = args.get("tp_size", rollout.tensor_parallel_size), ITEM_BYTES[rollout.dtype]
+    tp = args.get("tp_size", rollout.tensor_parallel_size)
     weights = engine_weight_bytes(config, sizes) / tp
-    token = 2 * sizes.key * sizes.num_layers * item / tp
+    token = kv_cache_token_bytes(config, sizes) / tp
     pool = args.get("max_total_tokens", rollout.max_total_tokens)
     longest = config.data.max_prompt_length + rollout.response_length
     fraction = args.get("mem_fraction_static", rollout.mem_fraction_static)
@@ -125,6 +125,13 @@ def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) 
         Part(role="engine", kind="weights", num_bytes=weights, advice=more),
         Part(role="engine", kind="KV pool", num_bytes=kv, advice=key),
     ]
+
+
+def kv_cache_token_bytes(config: Config, sizes: ModelSizes) -> float:
+    """Return the bytes of the keys and values of a token: 2 x size of keys x layers x dtype of the KV cache."""
+    dtype = config.rollout.engine_args.get("kv_cache_dtype", "auto")
+    item = 1 if dtype.startswith("fp8") else ITEM_BYTES[config.rollout.dtype]
+    return 2 * sizes.key * sizes.num_layers * item
 
 
 def engine_weight_bytes(config: Config, sizes: ModelSizes) -> float:
