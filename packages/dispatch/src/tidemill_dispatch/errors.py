@@ -91,7 +91,7 @@ class WorkerDiedError(_CallError, RuntimeError):
         lines = [
             f"rank {rank} of group {group!r} ({host}) died during {method!r}: {reason}",
             *(f"also: {line}" for line in other_errors),
-            "shut the group down and start a new one",
+            "the group cannot be used any more",
         ]
         super().__init__("\n".join(lines))
 
