@@ -1,6 +1,7 @@
 """Communication of trainer ranks over their own group. Functions with a leading underscore run on all ranks."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
         assert is_updated
         if rank != victim:
             assert "a trainer rank does not respond" in message, (rank, message)
+            assert re.search(rf"; trainer rank {victim} \(process \d+\) hangs while it sends", message), (rank, message)
 
 
 def _collection_and_function() -> bool:
