@@ -157,6 +157,29 @@ def test_declared_parameters_are_read_in_place_and_temporaries_through_the_arena
         assert holds(engine, tensors(version))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_freed_memory_of_a_declaration_is_never_read(engine, dtype):
+    """In place or cast into the arena; a kernel that reads it would end the CUDA context."""
+    trainer = Trainer()
+    updater = WeightUpdater([engine], dtype=dtype, timeout_s=20)
+    transfer = updater.declare(trainer.held.items())
+    for version in range(2):
+        assert transfer.send(version).verified
+    before = {name: tensor.detach().cpu() for name, tensor in trainer.held.items()}
+    for name, tensor in trainer.held.items():
+        tensor.data = before[name]
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="declared tensors has moved since declare"):
+            transfer.send(2)
+        torch.cuda.synchronize()
+    assert engine.version == "1"
+    for tensor in trainer.held.values():
+        tensor.data = Trainer.placed(tensor.data)
+    assert updater.update(trainer.held.items(), 3).verified
+    updater.close()
+
+
 def _half(tensor: Tensor) -> LocalShard:
     """Return this rank's half of the rows, or its copy of a scalar."""
     rank, shape = dist.get_rank(), tuple(tensor.shape)

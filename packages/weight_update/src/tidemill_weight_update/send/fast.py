@@ -111,11 +111,9 @@ class FastPath:
             RuntimeError: the memory of a declared tensor has moved.
         """
         self._sequence = sequence
-        # The addresses of thousands of tensors are compared while a GPU reads them, if no engine copies before all
-        # ranks have published: there is one rank, or all ranks sent all tensors in place last time.
-        self._reads_first = self._all_in_place is transfer.declaration
-        if self._ranks.size == 1:
-            self._reads_first = fleet.num_receivers > 0
+        # The addresses of thousands of tensors are compared while a GPU reads them, if all ranks sent them in place
+        # last time: no engine copies before all ranks have published, and what is read is known to be allocated.
+        self._reads_first, self._all_in_place = self._all_in_place is transfer.declaration, None
         if not self._reads_first:
             transfer.check_memory()
         if self._link is not None:
@@ -244,6 +242,8 @@ class FastPath:
         if prepared is not None and prepared.declaration is declaration and self._are_allocated(prepared):
             return False
         self._prepared = None  # if declaring fails, the mailbox may not contain the old declaration any more
+        if self._reads_first:
+            transfer.check_memory()
         with paused_collector():
             self._prepared = self._declared(declaration, [] if callable(source) else source)
         return True
