@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.receive import plan_cache
 from tidemill_weight_update.receive.receiver import Receiver
 from torch import Tensor, nn
@@ -70,6 +70,20 @@ def test_tensors_are_cast_to_the_sent_dtype_and_then_to_the_parameter_dtype(held
     stats = updater.update(as_mode(checkpoint, mode), 1)
     assert holds(engine, {name: tensor.to(dtype or held_dtype) for name, tensor in checkpoint.items()})
     assert stats.num_bytes == sum(tensor.numel() for tensor in checkpoint.values()) * (dtype or held_dtype).itemsize
+    updater.close()
+
+
+def test_parts_of_a_tensor_may_have_different_dtypes_before_the_cast():
+    engine, checkpoint = ToyEngine(1), tensors()
+    whole = checkpoint.pop("embed.weight")
+    parts = [(0, whole[:5].clone()), (5, whole[5:].bfloat16())]
+    shards = [
+        ("embed.weight", LocalShard(tensor=part, global_shape=tuple(whole.shape), start=(first, 0)))
+        for first, part in parts
+    ]
+    updater = WeightUpdater([engine], dtype=torch.bfloat16)
+    assert updater.update([*checkpoint.items(), *shards], 1).verified
+    assert holds(engine, {name: tensor.bfloat16() for name, tensor in tensors().items()})
     updater.close()
 
 

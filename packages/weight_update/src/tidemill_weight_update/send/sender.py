@@ -54,23 +54,21 @@ class FastBucket:
         Pieces that are not on `device` count as contiguous: they are copied to it first. If the pieces are read in
         place, the memories are `memories`, and the tables are only valid for reading (checksums).
         """
-        copies: list[Copy] = []
-        shards: dict[str, list[Shard]] = {}
-        dtypes: dict[str, torch.dtype] = {}
+        copies: dict[torch.dtype, list[Copy]] = {}
+        shards: dict[torch.dtype, dict[str, list[Shard]]] = {}
         for index, (piece, place) in enumerate(zip(self.pieces, self.places, strict=True)):
-            name = piece.spec.name
-            dtypes[name] = piece.local.dtype
-            packed = contiguous_strides(piece.box.shape)
-            if self.memories:
-                copies.append(Copy(name, piece.box, "arena", 0, packed, piece.spec.dtype))
-                shards.setdefault(name, []).append(place)
-            else:
-                copies.append(Copy(name, piece.box, "arena", place.offset, packed, piece.spec.dtype))
-                strides = piece.local.stride() if piece.device == device else packed
-                shards.setdefault(name, []).append(Shard(piece.box, index, 0, strides))
+            name, dtype, packed, offset = piece.spec.name, piece.local.dtype, contiguous_strides(piece.box.shape), 0
+            if not self.memories:
+                offset, strides = place.offset, piece.local.stride() if piece.device == device else packed
+                place = Shard(piece.box, index, 0, strides)
+            copies.setdefault(dtype, []).append(Copy(name, piece.box, "arena", offset, packed, piece.spec.dtype))
+            shards.setdefault(dtype, {}).setdefault(name, []).append(place)
         specs = dict.fromkeys(piece.spec for piece in self.pieces)
-        sources = [SourceSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in specs]
-        return build_tables(copies, sources, shards, ("arena",))
+        tables: list[CopyTable] = []
+        for dtype, group in copies.items():  # the parts of a tensor may have different dtypes before the cast
+            sources = [SourceSpec(spec.name, spec.shape, dtype) for spec in specs]
+            tables += build_tables(group, sources, shards[dtype], ("arena",))
+        return tuple(tables)
 
 
 def pack(pieces: Iterable[Piece], bucket_bytes: int) -> Iterator[FastBucket]:
