@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,11 +74,24 @@ def test_plan_is_recorded_once_for_equal_models(make):
 
 @pytest.mark.parametrize(
     "change",
-    ["identity", "dtype", "shape", "order", "parameter", "setting", "code", "type of an attribute"],
+    [
+        "identity",
+        "dtype",
+        "shape",
+        "order",
+        "parameter",
+        "setting",
+        "setting in an object",
+        "code",
+        "type of an attribute",
+    ],
 )
 def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
-    cover(make())
+    before = make()
+    before.config = SimpleNamespace(swaps=False)
+    cover(before)
     model, sources, identity = make(), list(SOURCES), ("1.0", 0)
+    model.config = SimpleNamespace(swaps=change == "setting in an object")
     if change == "identity":
         identity = ("1.0", 1)
     elif change == "dtype":
@@ -92,7 +106,7 @@ def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
         model.scale = 2
     elif change == "type of an attribute":
         model.helper = object()
-    else:
+    elif change == "code":
         (tmp_path / "halves.py").write_text(CODE + "# another version\n")
     _, recorded = cover(model, sources, identity)
     assert recorded
@@ -115,6 +129,15 @@ def test_folder_that_cannot_be_written_is_logged(make, tmp_path, caplog):
     for _ in range(2):
         assert cover(make())[1]
     assert "cannot store the plan" in caplog.text
+
+
+def test_plan_of_code_that_cannot_be_read_is_not_stored(make, tmp_path, caplog):
+    model = make()
+    (tmp_path / "halves.py").unlink()
+    for _ in range(2):
+        model.num_loads = 0
+        assert cover(model)[1]
+    assert "the code of the model cannot be read" in caplog.text
 
 
 def test_folder_is_in_the_users_cache(make, tmp_path):

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,14 +62,15 @@ class CopyPlan:
 logger = logging.getLogger(__name__)
 
 _SIMPLE = (bool, int, float, str, torch.dtype, type(None))
+_OPAQUE = (nn.Module, torch.Tensor, type, ModuleType)
 
 
 class StoredPlans:
     """Plans of one model in `tidemill/plans` in `$XDG_CACHE_HOME` or `~/.cache`, one file for each list of sources.
 
     A plan is used again only for equal sources, parameters (names, shapes, strides, dtypes), attributes of all modules
-    (numbers, strings and dtypes, also in lists and dicts), and code: of the classes of modules and parameters, and of
-    the recording.
+    (numbers, strings and dtypes, also in lists, in dicts and in the attributes of an object), and code: of the classes
+    of modules and parameters, and of this package.
 
     Args:
         model: model with a `load_weights`.
@@ -87,7 +89,11 @@ class StoredPlans:
 
         A damaged file, and a folder that cannot be written, are logged and otherwise the same as no file.
         """
-        path = self._path(sources)  # before recording, which may change attributes
+        try:
+            path = self._path(sources)  # before recording, which may change attributes
+        except OSError as error:
+            logger.warning("cannot store the plan: the code of the model cannot be read: %s", error)
+            return record()
         plan = _read(path)
         if plan is None:
             plan = record()
@@ -126,8 +132,9 @@ def _write(path: Path, plan: CopyPlan) -> None:
 def _description(model: nn.Module) -> Iterator[object]:
     """Yield everything of a model that its loading code may depend on, except values of tensors."""
     classes = {type(module) for module in model.modules()} | {type(p) for p in model.parameters()}
-    paths = {getattr(sys.modules[base.__module__], "__file__", None) for each in classes for base in each.__mro__}
-    for path in sorted(filter(None, paths)) + sorted(map(str, Path(__file__).parent.glob("*.py"))):
+    modules = {sys.modules.get(base.__module__) for each in classes for base in each.__mro__}
+    paths = {getattr(module, "__file__", None) for module in modules}
+    for path in sorted(filter(None, paths)) + sorted(map(str, Path(__file__).parents[1].rglob("*.py"))):
         yield Path(path).name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
     for name, module in model.named_modules():
         yield name, type(module).__qualname__, _settings(module)
@@ -142,14 +149,19 @@ def _settings(owner: object) -> list[tuple[str, object]]:
     return sorted((name, _plain(value)) for name, value in vars(owner).items())
 
 
-def _plain(value: object) -> object:
-    """Return numbers, strings and dtypes as they are, also in lists and dicts; of other objects only the type."""
+def _plain(value: object, *, opens_objects: bool = True) -> object:
+    """Return numbers, strings and dtypes as they are, also in lists, in dicts and, if `opens_objects`, in attributes of
+    an object; of other objects only the type.
+    """
     if isinstance(value, _SIMPLE):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(each, opens_objects=opens_objects) for each in value]
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items() if key != "_name_or_path"}
+        items = sorted((str(key), each) for key, each in value.items() if key != "_name_or_path")
+        return {key: _plain(each, opens_objects=opens_objects) for key, each in items}
+    if opens_objects and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
+        return type(value).__qualname__, _plain(vars(value), opens_objects=False)
     return type(value).__qualname__
 
 
