@@ -135,8 +135,8 @@ def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # Not `new_group`: all processes of the job would have to call it, or the same ranks could not create a second
     # group. The random number of rank 0 separates the keys of this group from those of others.
-    on_cuda = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    has_cpu = torch.device("cpu") in group._device_types  # NCCL alone has not
+    device = torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(numbers, torch.full_like(numbers[0], secrets.randbits(62)), group=group)
     store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", _get_default_store())
