@@ -188,6 +188,22 @@ def test_what_cannot_be_quantized_is_named(tensor, message):
         BlockFp8([(NAME, tensor)])
 
 
+def _partial_sums() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    tensor = DTensor.from_local(torch.ones(128, 128), init_device_mesh("cpu", (2,)), [Partial()])
+    updater = WeightUpdater([])
+    with pytest.raises(TypeError) as error:
+        updater.declare(BlockFp8([(NAME, tensor)]).quantize())
+    updater.close()
+    return str(error.value)
+
+
+def test_partial_sums_are_refused_by_name():
+    assert all(NAME in message and "artial" in message for message in run_ranks(_partial_sums, 2))
+
+
 def test_only_projections_are_quantized():
     names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"]
     assert [name for name, _ in BlockFp8([(name, torch.zeros(4, 4)) for name in names]).quantize()] == names

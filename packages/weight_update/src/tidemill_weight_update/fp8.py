@@ -233,7 +233,7 @@ def _splits_at_blocks(tensor: "DTensor") -> bool:
     """Return whether all shards of a DTensor consist of whole blocks, equal on all ranks."""
     parts = [1, 1]
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
+        if not placement.is_replicate() and not placement.is_partial():  # partial sums are refused later, by name
             parts[placement.dim] *= tensor.device_mesh.size(axis)  # pyright: ignore[reportAttributeAccessIssue]
     return all(size % (BLOCK * count) == 0 for size, count in zip(tensor.shape, parts, strict=True) if count > 1)
 
