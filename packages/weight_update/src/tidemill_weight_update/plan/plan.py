@@ -3,22 +3,21 @@ record them again.
 """
 
 import hashlib
-import json
 import logging
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
 
 from tidemill_weight_update.copy.table import Copy
-from tidemill_weight_update.tensors import Box, SourceSpec
+from tidemill_weight_update.tensors import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class StoredPlans:
         digest = hashlib.sha256()
         for line in (*self._identity, *_description(self._model), *((s.name, s.shape, s.dtype) for s in sources)):
             digest.update(f"{line}\n".encode())
-        return self._folder / f"{type(self._model).__name__}-{digest.hexdigest()[:32]}.json"
+        return self._folder / f"{type(self._model).__name__}-{digest.hexdigest()[:32]}.pickle"
 
 
 def _read(path: Path) -> CopyPlan | None:
@@ -115,11 +114,11 @@ def _read(path: Path) -> CopyPlan | None:
     if hashlib.sha256(text).hexdigest().encode() != digest:
         logger.warning("the stored plan %s is damaged; it is recorded again", path)
         return None
-    return _from_json(json.loads(text))
+    return pickle.loads(text)
 
 
 def _write(path: Path, plan: CopyPlan) -> None:
-    text = json.dumps(_to_json(plan), separators=(",", ":")).encode()
+    text = pickle.dumps(plan)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -163,36 +162,3 @@ def _plain(value: object, *, opens_objects: bool = True) -> object:
     if opens_objects and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         return type(value).__qualname__, _plain(vars(value), opens_objects=False)
     return type(value).__qualname__
-
-
-def _to_json(plan: CopyPlan) -> dict[str, Any]:
-    return {
-        "copies": [
-            (c.name, c.box.start, c.box.shape, c.parameter, c.offset, c.strides, str(c.dtype).removeprefix("torch."))
-            for c in plan.copies
-        ],
-        "fills": [astuple(fill) for fill in plan.fills],
-        "through_loader": plan.through_loader,
-        "converted": plan.converted,
-        "unused": plan.unused,
-        "uncovered": plan.uncovered,
-        "overwritten": plan.overwritten,
-    }
-
-
-def _from_json(data: dict[str, Any]) -> CopyPlan:
-    return CopyPlan(
-        copies=tuple(
-            Copy(name, Box(tuple(start), tuple(shape)), parameter, offset, tuple(strides), getattr(torch, dtype))
-            for name, start, shape, parameter, offset, strides, dtype in data["copies"]
-        ),
-        fills=tuple(
-            Fill(parameter, offset, tuple(shape), tuple(strides), value)
-            for parameter, offset, shape, strides, value in data["fills"]
-        ),
-        through_loader=data["through_loader"],
-        converted=tuple(data["converted"]),
-        unused=tuple(data["unused"]),
-        uncovered=data["uncovered"],
-        overwritten=data["overwritten"],
-    )
