@@ -112,5 +112,5 @@ def rows():
     uid = np.array([f"{number // N}" for number in range(count)], dtype=object)
     rewards = torch.rand(count, generator=generator)
     return DataProto.from_dict(columns), DataProto.from_dict(
-        {"episode": torch.arange(count), "rewards": rewards}, {"uid": uid}
+        {"episode": torch.arange(count), "scores": rewards}, {"uid": uid}
     )

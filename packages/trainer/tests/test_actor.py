@@ -60,7 +60,7 @@ def _rows_of(length, count=16):
     }
     uid = np.array([f"{number // 4}" for number in range(count)], dtype=object)
     rewards = torch.rand(count, generator=generator)
-    episodes = DataProto.from_dict({"episode": torch.arange(count), "rewards": rewards}, {"uid": uid})
+    episodes = DataProto.from_dict({"episode": torch.arange(count), "scores": rewards}, {"uid": uid})
     return DataProto.from_dict(columns), episodes
 
 

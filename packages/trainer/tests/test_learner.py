@@ -55,7 +55,7 @@ class Actor:
 
 def scored():
     """Return the episodes of the batch."""
-    columns = {"episode": torch.arange(ROWS), "rewards": torch.arange(ROWS) % 2.0}
+    columns = {"episode": torch.arange(ROWS), "scores": torch.arange(ROWS) % 2.0}
     return DataProto.from_dict(columns, {"uid": np.array([f"{row // N}" for row in range(ROWS)], dtype=object)})
 
 
@@ -101,6 +101,21 @@ def test_router_replay_mode_selects_the_experts_of_old_log_probs_and_update(mode
         sent = ragged.values(mini_batch["routed_experts"]).view(N, 5, 2, 2)
         assert (sent[:, :4] == expected).all()
         assert (sent[:, 4] == ROUTER_EXPERT).all()  # the rollout has no experts for the last tokens
+
+
+def test_shuffled_rewards_are_shuffled_with_their_components_and_penalties():
+    overrides = ["model.path=m", "algorithm.adv_estimator=gdpo", 'algorithm.reward_components=["a","b"]']
+    overrides += ["algorithm.overlong_buffer_len=3", "rollout.response_length=4", "algorithm.shuffle_rewards=true"]
+    config = load_config(DEMO_CONFIG, [*overrides, f"rollout.n={N}", "data.train_batch_size=2"])
+    learner = Learner(config, RoleGroups(config, Actor(replays=False), {}))
+    batch = learner.infer(rollouts(with_experts=False))
+    episodes, order = scored(), torch.arange(ROWS).flip(0)
+    components = torch.arange(2.0 * ROWS).view(ROWS, 2)
+    episodes = episodes.union(DataProto.from_dict({"reward_components": components, "order": order}))
+    batch, _ = learner.add_advantages(batch, episodes)
+    penalty = -(3 - (4 - 3)) / 3
+    assert torch.equal(batch["reward_components"], components[order])
+    assert torch.allclose(batch["rewards"], episodes["scores"][order] + penalty)
 
 
 def test_column_that_a_loss_reads_is_part_of_its_mini_batches(tmp_path):

@@ -27,7 +27,6 @@ _INPUTS = ("input_ids", "responses")
 _SFT = (*_INPUTS, "response_mask")
 _ACTOR = (*_SFT, "old_log_probs", "advantages", "loss_weights")
 _CRITIC = (*_SFT, "values", "returns", "loss_weights")
-_OF_EPISODES = {"reward_components", "baseline_rewards"}
 _KL_STATE = "kl.json"
 _HORIZON = 10_000
 
@@ -102,18 +101,22 @@ class Learner:
 
         Args:
             batch: rows with `episode` [B] and the columns of `infer`.
-            scored: `episode`, ascending, `rewards` [E] and `uid` of the episodes, and `reward_components` [E, K] or
-                `baseline_rewards` [E] if the estimator reads them.
+            scored: `episode`, ascending, `scores` [E] and `uid` of the episodes, and `reward_components` [E, K] or
+                `baseline_rewards` [E] if the estimator reads them; with `order` [E] episode i gets the rewards of
+                episode `order[i]`.
 
         Returns:
             The batch, and metrics of rewards and values.
         """
         owner = torch.searchsorted(scored["episode"], batch["episode"])
-        rewards, metrics = self._with_overlong_penalty(batch, scored["rewards"], owner)
+        rewards, metrics = self._with_overlong_penalty(batch, scored["scores"], owner)
         uid = scored.non_tensor_batch["uid"][owner.numpy()]
-        columns = {"rewards": rewards[owner]}
-        for name in _OF_EPISODES & {*self._algorithm.columns}:
-            columns[name] = scored[name][owner]
+        rewarded = scored["order"][owner] if "order" in scored.batch else owner
+        columns = {"rewards": rewards[rewarded]}
+        if "reward_components" in self._algorithm.columns:
+            columns["reward_components"] = scored["reward_components"][rewarded]
+        if "baseline_rewards" in self._algorithm.columns:
+            columns["baseline_rewards"] = scored["baseline_rewards"][owner]
         batch = batch.union(DataProto.from_dict(columns, {"uid": uid}))
         kl_coef = self._kl.kl_coef
         batch = self._algorithm.add_advantages(batch, kl_coef)
@@ -141,7 +144,7 @@ class Learner:
             overlong_buffer_len=config.overlong_buffer_len,
             penalty_factor=1.0 if factor is None else factor,
         )
-        return rewards + penalty, {"reward/overlong_penalty/mean": penalty.mean().item()}
+        return rewards + penalty, {"reward/overlong_penalty/mean": penalty[owner.unique()].mean().item()}
 
     def _measure_kl(self, batch: DataProto, kl_coef: float, num_episodes: int) -> dict[str, float]:
         """Adapt the coefficient of the next step; return metrics of the KL divergence from the reference per token."""

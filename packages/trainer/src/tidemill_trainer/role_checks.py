@@ -106,10 +106,11 @@ def _check_advantages(algorithm: AlgorithmConfig) -> None:
             f'policy_loss="{algorithm.policy_loss}" requires them; choose another estimator, or '
             f'policy_loss="{_WITHOUT_ADVANTAGES}"'
         )
-    if has_none and algorithm.shuffle_rewards:
+    is_distilled = algorithm.adv_estimator == "opd" and not algorithm.options.get("opd_task_coef")
+    if algorithm.shuffle_rewards and (has_none or is_distilled):
         raise ConfigError(
-            'config key algorithm.shuffle_rewards has no effect with adv_estimator="none", which does not use rewards; '
-            "remove it"
+            f'config key algorithm.shuffle_rewards has no effect with adv_estimator="{algorithm.adv_estimator}"'
+            f"{' without opd_task_coef' if is_distilled else ''}, which does not use rewards; remove it"
         )
 
 

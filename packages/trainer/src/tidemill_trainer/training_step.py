@@ -86,22 +86,19 @@ class TrainingStep:
         return Trained(episodes=episodes, batch=batch, metrics=metrics)
 
     def _score(self, episodes: Episodes, step: int) -> DataProto:
-        """Return `episode`, `scores`, `acc`, `rewards` [E] and `uid` of the E trainable episodes.
+        """Return `episode`, `scores`, `acc` [E] and `uid` of the E trainable episodes, and `order` [E] of rewards.
 
         Some estimators also read `reward_components` [E, K], or `baseline_rewards` [E] of the greedy episodes.
         """
         summaries = [summary for summary in episodes.summaries if summary.outcome.is_trainable]
-        scores = torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32)
-        rewards = scores
-        if self._config.algorithm.shuffle_rewards:
-            order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(rewards))
-            rewards = rewards[torch.from_numpy(order)]
         columns = {
             "episode": torch.tensor([summary.task.number for summary in summaries]),
-            "scores": scores,
+            "scores": torch.tensor([summary.outcome.reward for summary in summaries], dtype=torch.float32),
             "acc": torch.tensor([summary.acc for summary in summaries], dtype=torch.float32),
-            "rewards": rewards,
         }
+        if self._config.algorithm.shuffle_rewards:
+            order = np.random.default_rng([self._config.trainer.seed, step, 1]).permutation(len(summaries))
+            columns["order"] = torch.from_numpy(order)
         if names := self._config.algorithm.reward_components:
             columns["reward_components"] = reward_components(summaries, names)
         uid = [summary.task.problem.id for summary in summaries]
