@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_correction_weighs_and_rejects_tokens(algorithm, batch):
     weights = ragged.values(made.add_weights(corrected)["loss_weights"])
     assert weights.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.2, 0.2, 0.0])
     assert made.loss_columns == ("rollout_is_weights",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_on_policy"),
+    [
+        ({"attention_dropout": 0.0}, True),
+        ({"resid_pdrop": 0.1}, False),
+        ({"text_config": {"attention_dropout": 0.1}}, False),
+    ],
+)
+def test_dropout_of_the_model_requires_log_probs_of_a_pass_without_it(config_file, tmp_path, fields, is_on_policy):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert Algorithm.of(load_config(config_file, [f"model.path={tmp_path}"])).is_on_policy is is_on_policy
 
 
 def test_tokens_of_older_weights_require_a_correction(config_file):

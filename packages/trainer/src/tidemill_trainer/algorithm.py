@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -131,14 +132,28 @@ class Algorithm:
 def _has_one_step(config: Config) -> bool:
     """Return whether a batch has one optimizer step, on tokens of the weights before it, whose ratio of policies is 1.
 
-    Not with a KL penalty in the reward, which is computed before it, nor with dropout or router replay, where another
-    forward pass differs.
+    Not with a KL penalty in the reward, which is computed before it, nor with dropout (which the Megatron engine has
+    not) or router replay, where another forward pass differs.
     """
     actor, lora = config.actor, config.model.lora
     is_one = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
     is_same = config.rollout.max_staleness == 0 and actor.router_replay.mode == "disabled"
     is_needed = config.algorithm.bypass_mode or config.algorithm.kl_coef > 0
-    return is_one and is_same and not is_needed and (lora is None or lora.dropout == 0.0)
+    drops = (lora is not None and lora.dropout > 0.0) or (config.engine.backend == "fsdp2" and _has_dropout(config))
+    return is_one and is_same and not is_needed and not drops
+
+
+def _has_dropout(config: Config) -> bool:
+    """Return whether the configuration of the model has a probability of dropout above 0."""
+    file = Path(config.model.path) / "config.json"
+    fields = json.loads(file.read_bytes()) if file.is_file() else {}  # without the file, the run is refused
+    sections = [fields, *(value for value in fields.values() if isinstance(value, dict))]
+    return any(
+        isinstance(value, int | float) and value > 0
+        for section in sections
+        for name, value in section.items()
+        if "dropout" in name or name.endswith("_pdrop")
+    )
 
 
 def _load(key: str, name: str) -> Callable[..., Any]:
