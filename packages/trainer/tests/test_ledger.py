@@ -108,6 +108,8 @@ def test_episodes_in_flight_at_the_checkpoint_are_not_issued_again(tmp_path):
 def test_resume_at_the_checkpoint_of_the_last_step_writes_nothing(tmp_path):
     file = tmp_path / "ledger.jsonl"
     ledger = Ledger(file)
+    ledger.issue(1, [7, 9], 2)
+    ledger.settle(1, _settlement())
     ledger.issue(2, [7, 9], 2)
     before = file.read_text()
     Ledger(file).resume(1, {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)})
@@ -115,6 +117,21 @@ def test_resume_at_the_checkpoint_of_the_last_step_writes_nothing(tmp_path):
 
 
 def test_missing_ledger_of_episodes_in_flight_is_an_error(tmp_path):
-    in_flight = {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)}
-    with pytest.raises(CheckpointError, match=r"has episodes of step 2, but .*ledger.jsonl has no line of that step"):
-        Ledger(tmp_path / "ledger.jsonl").resume(1, in_flight)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.issue(1, [7, 9], 2)
+    ledger.settle(1, _settlement())
+    with pytest.raises(CheckpointError, match=r"has episodes of step 2, but .*ledger.jsonl has no line of it"):
+        ledger.resume(1, {2: InFlight(num_problems=2, num_episodes=4, num_tokens=15)})
+
+
+@pytest.mark.parametrize("num_kept", [0, 2, 3])
+def test_ledger_that_lost_lines_is_an_error_because_the_data_would_start_again(tmp_path, num_kept):
+    file = tmp_path / "ledger.jsonl"
+    ledger = Ledger(file)
+    for step in (1, 2):
+        ledger.issue(step, [7, 9], 2)
+        ledger.settle(step, _settlement())
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:num_kept]))
+    lost = 1 if num_kept == 0 else 2
+    with pytest.raises(CheckpointError, match=rf"has episodes of step {lost}, but .*restore the file"):
+        Ledger(file).resume(2, {})

@@ -120,13 +120,14 @@ class Ledger:
             in_flight: the later steps that had started then.
 
         Raises:
-            CheckpointError: the file has no line of these steps.
+            CheckpointError: the file has no line of these steps, or of one before.
         """
+        lost = [number for number in range(1, step + 1) if number not in self._settled]
         missing = [number for number in in_flight if number not in self._open and number not in self._settled]
-        if missing:
+        if lost or missing:
             raise CheckpointError(
-                f"the checkpoint has episodes of step {missing[0]}, but {self._file} has no line of that step; restore "
-                "the file, or remove the folder of the checkpoint to resume without it"
+                f"the checkpoint has episodes of step {[*lost, *missing][0]}, but {self._file} has no line of it; "
+                "restore the file, or remove the folder of the checkpoint to resume without it"
             )
         running = {number: count for number, count in self._open.items() if number > step}
         is_later = any(number > step for number in self._settled)
