@@ -64,6 +64,11 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("critic.num_workers=0", r"critic\.num_workers must be >= 1, got 0"),
         ("actor.router_replay.mode=R3", r"^actor\.router_replay\.mode"),
         ("rollout.device=tpu", r"rollout\.device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ("algorithm.options.x=3", r"unknown config key algorithm\.options; write the options as keys of \[algorithm\]"),
+        (
+            "algorithm.overlong_buffer_len=100000",
+            r"overlong_buffer_len must be <= rollout\.response_length=\d+, got 100000",
+        ),
         ("optimizer=3", r"config key optimizer must be a table of keys, got 3"),
         ("optimizer.lr.x=3", r"config key optimizer\.lr must be a valid number"),
         ("rollout.n", r"expected an argument of the form section\.key=value, got 'rollout\.n'"),

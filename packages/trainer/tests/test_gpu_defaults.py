@@ -4,7 +4,7 @@ import json
 
 import pytest
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import load_config, read_config, save_config
+from tidemill_trainer.config_file import ConfigError, load_config, read_config, save_config
 from tidemill_trainer.gpu_defaults import gpu_defaults, in_one_line
 from tidemill_trainer.gpus import num_episodes_per_engine
 from tidemill_trainer.rollout.worker import engine_arguments
@@ -65,6 +65,13 @@ def test_only_layers_of_dense_language_models_are_compiled(tmp_path, model, fiel
 def test_megatron_has_no_compiled_layers(tmp_path, model):
     config = read(tmp_path, model(), "engine.backend=megatron")
     assert (config.engine.param_dtype, config.model.compile_layers) == ("bfloat16", False)
+
+
+@pytest.mark.parametrize("override", ["rollout=5", "rollout.num_gpus_per_engine=abc"])
+def test_wrong_values_are_refused_as_on_a_cpu(tmp_path, model, override):
+    for has_gpu in (True, False):
+        with pytest.raises(ConfigError, match=override.partition("=")[0]):
+            read(tmp_path, model(), override, has_gpu=has_gpu)
 
 
 def test_a_section_that_is_no_table_is_left_to_its_check():

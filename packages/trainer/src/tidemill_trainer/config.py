@@ -351,6 +351,12 @@ class Config(RunConfig):
             f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
             "engine.max_token_len_per_gpu",
         )
+        buffer = self.algorithm.overlong_buffer_len
+        require(
+            buffer is None or buffer <= self.rollout.response_length,
+            f"algorithm.overlong_buffer_len must be <= rollout.response_length={self.rollout.response_length}, got "
+            f"{buffer}; lower it",
+        )
         pool = self.rollout.max_total_tokens
         require(
             pool is None or pool >= longest,

@@ -75,8 +75,9 @@ def read_config(
             _apply(data, override)
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     given = {f"{name}.{key}" for name, section in data.items() if isinstance(section, dict) for key in section}
-    sections = {field.name for field in dataclasses.fields(kind)}
-    _merge(data, {name: values for name, values in gpu_defaults(data, has_gpu=has_gpu).items() if name in sections})
+    sections = {field.name for field in dataclasses.fields(kind) if isinstance(data.get(field.name, {}), dict)}
+    found = gpu_defaults(data, has_gpu=has_gpu)
+    _merge(data, {name: values for name, values in found.items() if name in sections})
     config = _with_paths(parse_config(kind, data), os.path.expanduser)
     if isinstance(config, Config) and has_gpu and config.engine.device != "cpu":
         if device_bytes is None:
@@ -217,6 +218,8 @@ def _with_options(algorithm: dict[str, Any]) -> dict[str, Any]:
 
     A function of the user may have any option, which is checked when the function is loaded.
     """
+    if "options" in algorithm:
+        raise ConfigError("unknown config key algorithm.options; write the options as keys of [algorithm]")
     own, known = names_of(AlgorithmConfig), option_names()
     is_open = any(":" in str(algorithm.get(key, "")) for key in ("adv_estimator", "policy_loss"))
     options = {key: value for key, value in algorithm.items() if key not in own and (is_open or key in known)}

@@ -40,7 +40,8 @@ def gpu_defaults(data: dict[str, Any], *, has_gpu: bool) -> dict[str, Any]:
         if engine.get("backend", "fsdp2") == "fsdp2" and _is_dense(_section(data, "model")):
             found["model"] = {"compile_layers": True}
     if _is_on_gpu(rollout, has_gpu):
-        shares = rollout.get("num_gpus_per_engine", 1) < 1
+        part = rollout.get("num_gpus_per_engine", 1)
+        shares = isinstance(part, int | float) and part < 1  # text is refused later
         found["rollout"] = {"deterministic": False, "mem_fraction_static": _SHARED if shares else _ALONE}
         found["episode"] = {"num_workers": _EPISODE_WORKERS}
     return {
