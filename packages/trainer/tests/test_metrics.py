@@ -1,6 +1,14 @@
 import pytest
 from tidemill_rollout import Outcome, Problem
-from tidemill_trainer.metrics import episode_metrics, mean_metrics, performance_metrics, validation_metrics
+from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.metrics import (
+    episode_metrics,
+    kind_of,
+    mean_metrics,
+    performance_metrics,
+    reward_components,
+    validation_metrics,
+)
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask, Failure
 
 RATES = {
@@ -58,6 +66,22 @@ def test_failed_episodes_do_not_lower_the_accuracy():
 
 def test_validation_whose_episodes_all_failed_has_no_accuracy():
     assert validation_metrics([_summary(0, FAILED), _summary(1, FAILED)]) == {"val/num_errors": 2.0}
+
+
+def test_components_of_an_episode_without_a_result_are_zero():
+    complete = _summary(0, Outcome(reward=1.0, metrics={"acc": 1.0, "format": 0.5}))
+    late = _summary(1, Outcome(reward=0.0, status="truncated", reason="time: no result"))
+    assert reward_components([complete, late], ["acc", "format"]).tolist() == [[1.0, 0.5], [0.0, 0.0]]
+    with pytest.raises(EpisodeError, match="but format is missing"):
+        reward_components([_summary(0, Outcome(reward=1.0, metrics={"acc": 1.0}))], ["acc", "format"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [("ValueError: x", "ValueError"), ("turns: no", "turns"), ("answer 17 is wrong", "answer"), ("", "")],
+)
+def test_reasons_are_counted_by_their_first_word(reason, kind):
+    assert kind_of(reason) == kind
 
 
 def test_episodes_are_counted_by_status_reason_and_source():

@@ -76,7 +76,7 @@ def load_prompts(
                 )
             prompts.append(torch.tensor(ids, dtype=torch.int64))
             columns["prompt"].append(row["prompt"])
-            columns["data_source"].append(row.get("data_source") or "data")
+            columns["data_source"].append(str(row.get("data_source") or "data"))
             columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
             columns["response"].append(_response(row, tokenizer, where))

@@ -12,6 +12,10 @@ class EpisodeError(RuntimeError):
     """Too many episodes failed; the message has the reasons."""
 
 
+class NoSignalError(EpisodeError):
+    """All rounds of generation gave too few groups with different rewards."""
+
+
 def create_episode(config: Config) -> EpisodeFn:
     """Return the episode of `config.episode.function`; "single_turn" is scored by `config.reward.function`.
 

@@ -31,8 +31,8 @@ def batch_metrics(
 
     Args:
         batch: rows with the ragged columns `prompts`, `responses`, `response_mask`, `advantages` and, without
-            `algorithm.bypass_mode`, `entropy`; and the columns of `Groups.of`.
-        scored: episodes with `scores`, `rewards` and `acc` [E].
+            `algorithm.bypass_mode`, `entropy`; and the columns of `Groups.of`, with `episode` and `rewards` [B].
+        scored: episodes with `scores` and `acc` [E].
         max_prompt_length, response_length: maximum lengths; `clip_ratio` is the fraction of rows that reach them.
     """
     mask = batch["response_mask"].values().bool()
@@ -40,7 +40,7 @@ def batch_metrics(
     responses = ragged.lengths(batch["responses"]).float()
     return {
         **_spread("critic/score", scored["scores"]),
-        **_spread("critic/rewards", scored["rewards"]),
+        **_spread("critic/rewards", batch["rewards"][_first_rows(batch["episode"])]),
         **_spread("critic/advantages", batch["advantages"].values()[mask]),
         **_spread("response_length", responses),
         **_quantiles("response_length", responses),
@@ -55,19 +55,19 @@ def batch_metrics(
 
 
 def reward_components(summaries: Sequence[EpisodeSummary], names: Sequence[str]) -> torch.Tensor:
-    """Return metrics of the outcomes as rewards, float32 [E, K].
+    """Return metrics of the outcomes as rewards, float32 [E, K]; 0 for what an episode without a result lacks.
 
     Raises:
-        EpisodeError: an outcome lacks one of them.
+        EpisodeError: an outcome with status "ok" lacks one of them.
     """
     for summary in summaries:
         missing = [name for name in names if name not in summary.outcome.metrics]
-        if missing:
+        if missing and summary.outcome.status == "ok":
             raise EpisodeError(
                 f"episode {summary.task.name}: algorithm.reward_components requires the metrics {', '.join(names)} in "
                 f"each outcome, but {', '.join(missing)} is missing; return it in the dict of the reward function"
             )
-    return torch.tensor([[summary.outcome.metrics[name] for name in names] for summary in summaries])
+    return torch.tensor([[summary.outcome.metrics.get(name, 0.0) for name in names] for summary in summaries])
 
 
 def critic_metrics(batch: DataProto) -> dict[str, float]:
@@ -94,9 +94,7 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
         num_trained_tokens: tokens with mask 1 in the batch.
     """
     summaries = episodes.summaries
-    reasons = Counter(
-        summary.outcome.reason.partition(":")[0] for summary in summaries if summary.outcome.status != "ok"
-    )
+    reasons = Counter(kind_of(summary.outcome.reason) for summary in summaries if summary.outcome.status != "ok")
     num_errors = sum(summary.outcome.status == "environment_error" for summary in summaries)
     forks: Counter[str] = Counter()
     for summary in summaries:
@@ -190,6 +188,16 @@ def _frac_zero_std_groups(groups: Groups) -> float:
     """Return the share of groups whose rewards are all equal, so that they have no gradient."""
     spread = groups.sum(groups.centred(groups.rewards).abs())
     return (spread <= 1e-6).float().mean().item()
+
+
+def kind_of(reason: str) -> str:
+    """Return the first word of a reason, such as "ValueError" or "turns": texts are too many for a metric each."""
+    return next(iter(reason.replace(":", " ", 1).split()), "")
+
+
+def _first_rows(episode: torch.Tensor) -> torch.Tensor:
+    """Return the index of one row of each episode."""
+    return torch.from_numpy(np.unique(episode.numpy(), return_index=True)[1])
 
 
 def _mean(values: torch.Tensor) -> float:

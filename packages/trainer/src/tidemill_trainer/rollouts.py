@@ -14,11 +14,11 @@ from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import PromptLoader, to_problems
-from tidemill_trainer.episodes import EpisodeError
+from tidemill_trainer.episodes import EpisodeError, NoSignalError
 from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.ledger import InFlight, Ledger, Settlement
-from tidemill_trainer.metrics import episode_metrics
+from tidemill_trainer.metrics import episode_metrics, kind_of
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rollout.episode_file import load_episodes, save_episodes
 from tidemill_trainer.rollout.episode_pool import EpisodePool, Running
@@ -163,7 +163,7 @@ class Rollouts:
         finished = [self._finish_round(step, started[0])]
         while self._filter.metric is not None and (missing := self._filter.num_missing(joined(finished).summaries)) > 0:
             if len(finished) == self._max_rounds:
-                raise EpisodeError(self._no_signal(step, joined(finished)))
+                raise NoSignalError(self._no_signal(step, joined(finished)))
             self._start_round(step, missing)
             finished.append(self._finish_round(step, started[-1]))
         episodes = self._filter.apply(joined(finished) if len(finished) > 1 else finished[0])
@@ -272,9 +272,9 @@ class Rollouts:
         failed_tokens: Counter[str] = Counter()
         for summary in [*episodes.summaries, *episodes.baselines]:
             for failure in summary.failures:
-                failed_tokens[_kind(failure.reason)] += failure.num_tokens
+                failed_tokens[kind_of(failure.reason)] += failure.num_tokens
             if not summary.outcome.is_trainable:
-                failed[_kind(summary.outcome.reason)] += 1
+                failed[kind_of(summary.outcome.reason)] += 1
                 continue
             dropped_tokens["untrained branch"] += int(summary.counts["num_untrained_branch_tokens"])
             dropped_tokens["unused reply"] += int(summary.counts["num_unused_tokens"])
@@ -381,10 +381,6 @@ def _of_tasks(episodes: Episodes | None, tasks: Sequence[EpisodeTask]) -> Episod
         return None
     by_number = {task.number: task for task in tasks}
     return replace(episodes, summaries=[replace(each, task=by_number[each.task.number]) for each in episodes.summaries])
-
-
-def _kind(reason: str) -> str:
-    return reason.partition(":")[0]
 
 
 def _pairs(episodes: Counter[str], tokens: Counter[str]) -> dict[str, tuple[int, int]]:
