@@ -92,7 +92,10 @@ REFUSED = {
 
 NOT_DISTRIBUTED = {"use_distributed_optimizer": False}
 UNLIKE = {  # engines that do not match `good`: model, layout, and the error
-    "fsdp2": [({"hidden_size": 32}, {}, "rank 0: ValueError")],
+    "fsdp2": [
+        ({"hidden_size": 32}, {}, "rank 0: ValueError"),
+        ({"num_hidden_layers": 1}, {}, r"of another model, which also has model\.layers\.1\."),
+    ],
     "megatron": [
         ({"hidden_size": 32}, {}, r"of another model, whose .* has the shape \(61, 64\) instead of \(61, 32\)"),
         ({"vocab_size": VOCAB + 3}, {}, "of another model, whose vocabulary has 61 tokens instead of 64"),

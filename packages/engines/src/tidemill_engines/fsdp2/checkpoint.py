@@ -76,6 +76,11 @@ def load(
     with raise_on_all_ranks(group):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         more = {name: tensor for name, tensor in if_saved.items() if name in saved}
+        if extra := sorted(name for name in saved if name.startswith("model.") and name not in tensors):
+            raise ValueError(
+                f"could not load the checkpoint {path}: it is of another model, which also has "
+                f"{extra[0].removeprefix('model.')}; use an engine with the same model"
+            )
     try:
         state_dict_loader.load(tensors | more, storage_reader=FileSystemReader(path), process_group=group)
     except CheckpointException as error:
