@@ -22,7 +22,7 @@ from tidemill_engines.loss.router import ROUTED_EXPERTS, with_router_loss
 from tidemill_engines.megatron.batch.packed import MegatronInputs, pack_rows
 from tidemill_engines.megatron.batch.pipeline import run_schedule
 from tidemill_engines.megatron.engine import MegatronEngine
-from tidemill_engines.megatron.moe.batch import MoEBatch
+from tidemill_engines.megatron.moe.batch import MoEBatch, equalize
 from tidemill_engines.model_io import ModelOutput, Outputs
 
 
@@ -103,7 +103,12 @@ class MegatronLanguageModel(MegatronEngine):
     def forward_step(
         self, micro_batch: DataProto, loss_fn: MicroBatchLoss | None, *, forward_only: bool, calculate_entropy: bool
     ) -> StepOutput:
-        """Run one micro-batch through all stages. Only the last stage has a loss and outputs."""
+        """Run one micro-batch through all stages. Only the last stage has a loss and outputs.
+
+        Without the balance loss and router replay of MoE models, which belong to a whole batch.
+        """
+        if self.engine_config.token_dispatcher(self.architecture) == "allgather":
+            equalize([micro_batch], self.division, self.groups.control)
         steps = self._run(
             [micro_batch],
             loss_fn,

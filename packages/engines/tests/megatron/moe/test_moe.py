@@ -129,3 +129,20 @@ def test_invalid_routing_is_refused_on_all_ranks(folders):
         ]
         for message, start in zip(messages, starts, strict=True):
             assert message.removeprefix("rank 0: ").startswith(start)
+
+
+def _step_and_inference(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    engine = build(folder, {EP: 2})
+    assert engine.engine_config.token_dispatcher(engine.architecture) == "allgather"
+    batch = batches()[1][: 1 + torch.distributed.get_rank()]  # ranks have different numbers of tokens
+    inferred = ragged.values(engine.infer_batch(batch)["log_probs"])
+    with engine.eval_mode():
+        step = engine.forward_step(batch, None, forward_only=True, calculate_entropy=False)
+    engine.close()
+    return step.model_output.log_probs, inferred
+
+
+def test_single_step_of_ranks_with_different_numbers_of_tokens_gathers_them(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3_moe", vocab_size=VOCAB, num_experts=8, num_experts_per_tok=4)
+    for stepped, inferred in run_ranks(_step_and_inference, 2, str(folder), timeout_s=120):
+        assert torch.equal(stepped, inferred)

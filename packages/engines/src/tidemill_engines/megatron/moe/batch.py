@@ -84,8 +84,8 @@ class MoEBatch:
         self._normalizer = normalizer
         self._coefficient = 0.0 if normalizer is None else coefficient
         self.keeps = replays and normalizer is None
-        if dispatcher == "allgather":  # requires the same number of tokens on all ranks
-            self._equalize(micro_batches)
+        if dispatcher == "allgather":
+            equalize(micro_batches, division, groups.control)
         self._micro_batches = {id(batch): number for number, batch in enumerate(micro_batches)}
         self._sums = [
             StageSums(groups.stages, number, num_chunks, for_last_only=forward_only)
@@ -97,11 +97,6 @@ class MoEBatch:
         if replays:
             with raise_on_all_ranks(groups.control):
                 self._given = [self._read(batch) for batch in micro_batches]
-
-    def _equalize(self, micro_batches: Sequence[DataProto]) -> None:
-        sizes_by_rank = all_gather([num_packed(batch, self._division) for batch in micro_batches], self._groups.control)
-        for batch, *sizes in zip(micro_batches, *sizes_by_rank, strict=True):
-            batch.meta_info["packed_tokens"] = max(sizes)
 
     def _read(self, micro_batch: DataProto) -> torch.Tensor | None:
         """The given experts, int32 [N, L, K]; None where the routers choose."""
@@ -203,6 +198,7 @@ class MoEBatch:
     def chosen(self, batch: DataProto, indices: list[list[int]]) -> torch.Tensor:
         """Return the experts of all tokens, int32, [B, j, L, K], ragged or padded like `batch`. Collective."""
         parts = [self._chosen(number) for number in range(len(self._routings))]
+        batch = batch.to("cpu")
         if not is_padded(batch):
             return restore_order(parts, indices, batch["input_ids"])
         mask = batch["attention_mask"]
@@ -221,6 +217,13 @@ class MoEBatch:
         found = found.cpu()
         dist.all_reduce(found, group=self._groups.stages)
         return found
+
+
+def equalize(micro_batches: Sequence[DataProto], division: Division, group: dist.ProcessGroup) -> None:
+    """Pad each micro-batch to equally many tokens on all ranks, which the all-gather of tokens requires. Collective."""
+    sizes_by_rank = all_gather([num_packed(batch, division) for batch in micro_batches], group)
+    for batch, *sizes in zip(micro_batches, *sizes_by_rank, strict=True):
+        batch.meta_info["packed_tokens"] = max(sizes)
 
 
 def _has_experts(batch: DataProto) -> bool:
