@@ -98,3 +98,23 @@ def test_invalid_metrics_raise_on_every_rank_and_nan_is_kept():
 def test_metric_mean_has_no_gradient():
     metric = as_metrics({"m": Metric.mean(torch.ones(2, requires_grad=True), torch.ones(2))})["m"]
     assert not metric.value.requires_grad
+
+
+def _with_ignored_values():
+    ignored = {"mean": 5.0, "max": 9.0, "min": -9.0}
+    reports = [
+        {
+            kind: Metric(kind=kind, value=torch.tensor(value), weight=torch.tensor(weight))
+            for kind, value in values.items()
+        }
+        for values, weight in (
+            (ignored, 0.0),
+            (dict.fromkeys(ignored, 2.0), 2.0),
+            (dict.fromkeys(ignored, torch.nan), 0.0),
+        )
+    ]
+    return reduce_metrics(reports, torch.distributed.group.WORLD, 0)
+
+
+def test_value_without_weight_is_ignored():
+    assert run_ranks(_with_ignored_values, 1) == [{"mean": 1.0, "max": 2.0, "min": 2.0}]

@@ -54,10 +54,12 @@ def collect(
     metrics = reduce_metrics(reports, group, data_parallel_rank) if reports else {}
     if not with_outputs:
         return BatchOutput(metrics=metrics, columns={})
-    parts = [step.model_output.columns() for step in steps]
+    parts = [step.model_output.columns() for step in steps]  # with the engine's own loss in training
     return BatchOutput(
         metrics=metrics,
-        columns={name: plan.restore([part[name].cpu() for part in parts]) for name in parts[0]},
+        columns={
+            name: plan.restore([part[name].cpu() for part in parts]) for name in parts[0] if name != "router_loss"
+        },
     )
 
 

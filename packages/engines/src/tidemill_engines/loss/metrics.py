@@ -135,6 +135,8 @@ def _kinds(report: Mapping[str, Reduced]) -> dict[str, Kind]:
 def _combine(items: Iterable[Reduced]) -> Reduced:
     kinds, values, weights = zip(*items, strict=True)
     weight = math.fsum(weights)
+    if kinds[0] != "sum" and 0 in weights:
+        values = [value for value, own in zip(values, weights, strict=True) if own != 0] or [0.0]
     if kinds[0] in ("sum", "mean"):
         # fsum does not depend on the order, but raises on infinities
         return kinds[0], math.fsum(values) if all(map(math.isfinite, values)) else sum(values), weight
