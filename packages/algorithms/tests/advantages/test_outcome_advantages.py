@@ -1,9 +1,11 @@
 """grpo, rloo, opo and remax: one advantage per episode."""
 
+import numpy as np
 import pytest
 import torch
 from tidemill_algorithms import ADV_ESTIMATORS
 from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto.padding import pad_dataproto_to_divisor
 
 OUTCOME = ["grpo", "rloo", "opo"]
 
@@ -90,3 +92,17 @@ def test_column_that_would_have_no_effect_is_refused(name):
 def test_reward_that_is_not_finite_is_an_error():
     with pytest.raises(ValueError, match="expected finite rewards, got nan in row 1"):
         ADV_ESTIMATORS["grpo"](batch_of([1.0, float("nan")], "aa"))
+
+
+@pytest.mark.parametrize("with_episodes", [False, True])
+def test_padding_rows_do_not_change_gdpo(with_episodes):
+    mask = ragged.ragged(torch.ones(8), [2, 2, 2, 2])
+    columns = {"response_mask": mask, "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+    columns["reward_components"] = torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [0.0, 1.0]])
+    if with_episodes:
+        columns["episode"] = torch.arange(4)
+    batch = DataProto.from_dict(columns, {"uid": np.array(["a", "a", "b", "b"], dtype=object)})
+    padded, _ = pad_dataproto_to_divisor(batch, 7)
+    alone, beside = (ragged.values(ADV_ESTIMATORS["gdpo"](each)["advantages"]) for each in (batch, padded))
+    assert torch.equal(beside[:8], alone)
+    assert not beside[8:].any()

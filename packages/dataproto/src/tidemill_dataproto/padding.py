@@ -19,7 +19,7 @@ def pad_dataproto_to_divisor(
     data: DataProto,
     size_divisor: int,
     blank_keys: Sequence[str] = ("response_mask", "loss_mask"),
-    group_keys: Sequence[str] = ("uid",),
+    group_keys: Sequence[str] = ("uid", "episode"),
 ) -> tuple[DataProto, int]:
     """Append padding rows until the number of rows is a multiple of `size_divisor`.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from tidemill_dataproto import DataProto
 
@@ -46,5 +47,6 @@ def gdpo(batch: DataProto, *, gdpo_reward_weights: Sequence[float] | None = None
     total = torch.zeros_like(groups.rewards)
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         total += weight * groups.centred(rewards) / (groups.std(rewards)[groups.group] + 1e-6)
-    spread = (total.square().sum() / max(len(total) - 1, 1)).sqrt()
+    num_episodes = len(total) - int(np.asarray(batch.is_padding)[groups.first.numpy()].sum())
+    spread = (total.square().sum() / max(num_episodes - 1, 1)).sqrt()
     return {"advantages": groups.to_tokens(total / (spread + 1e-6))}
