@@ -77,3 +77,10 @@ def test_batch_without_a_trained_token_has_weights_of_zero(mode):
 def test_invalid_arguments_are_errors(mode, options, message):
     with pytest.raises(ValueError, match=message):
         token_weights(MASK, mode, **options)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
+def test_weights_of_a_mean_add_up_to_one_also_for_fractions(mode):
+    mask = ragged.ragged(torch.tensor([0.25, 0.25, 0.0]), [3])
+    options = {"uid": ["a"]} if mode == "prompt-mean" else {}
+    assert ragged.values(token_weights(mask, mode, **options)).tolist() == [0.5, 0.5, 0.0]

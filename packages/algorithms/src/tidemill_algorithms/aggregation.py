@@ -62,22 +62,27 @@ def token_weights(
     counted = numerator if denominator == "kept" else mask
     tokens = ragged.segment_sum(counted, response_mask)
     if mode == "token-mean":
-        weights = numerator / max(float(counted.double().sum()), 1.0)
+        weights = numerator / (float(counted.double().sum()) or 1.0)
     elif mode == "prompt-mean":
         assert uid is not None
         _, prompt = np.unique(np.asarray(uid, dtype=str), return_inverse=True)
         prompt = torch.from_numpy(prompt.reshape(-1).astype(np.int64)).to(mask.device)
         of_prompt = tokens.new_zeros(len(tokens)).index_add_(0, prompt, tokens)
         num_prompts = max(int((of_prompt > 0).sum()), 1)
-        weights = numerator / ragged.expand_rows(of_prompt[prompt].clamp(min=1), response_mask) / num_prompts
+        weights = numerator / ragged.expand_rows(_divisor(of_prompt)[prompt], response_mask) / num_prompts
     else:
         num_sequences = max(int((tokens > 0).sum()), 1)
         if mode == "seq-mean-token-mean":
-            numerator = numerator / ragged.expand_rows(tokens.clamp(min=1), response_mask)
+            numerator = numerator / ragged.expand_rows(_divisor(tokens), response_mask)
         weights = numerator / num_sequences
         if loss_scale_factor is not None:
             weights = weights / loss_scale_factor
     return ragged.like(weights, response_mask)
+
+
+def _divisor(sums: torch.Tensor) -> torch.Tensor:
+    """Return sums of weights, and 1 where nothing is divided."""
+    return torch.where(sums > 0, sums, 1.0)
 
 
 def _check(mode: str, uid: Any, loss_scale_factor: float | None, kept: torch.Tensor | None, denominator: str) -> None:
