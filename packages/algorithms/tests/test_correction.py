@@ -172,3 +172,11 @@ def test_bypass_mode_refuses_a_ratio_that_would_apply_twice():
     batch.batch["rollout_is_weights"] = batch["response_mask"]
     with pytest.raises(ValueError, match="expected no column rollout_is_weights"):
         loss_and_gradient(ActorLoss(bypass_correction={}), weigh(batch), log_probs, counts_of(batch))
+
+
+@pytest.mark.parametrize("threshold", [1e-4, 1e-12])
+def test_veto_has_no_limit(threshold):
+    mask = ragged.ragged(torch.ones(2), [1, 1])
+    log_ratio = ragged.like(torch.tensor([-50.0, 0.0]), mask)
+    _, kept, _ = rollout_correction(log_ratio, mask, rollout_token_veto_threshold=threshold)
+    assert ragged.values(kept).tolist() == [False, True]

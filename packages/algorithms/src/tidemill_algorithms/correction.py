@@ -85,7 +85,8 @@ def rollout_correction(
     flat = ragged.values(log_ratio).detach()
     if not torch.isfinite(flat[trained]).all():
         raise ValueError("expected finite log ratios of trained tokens; look for missing or infinite log-probabilities")
-    flat = torch.where(trained, flat, 0.0).clamp(-20.0, 20.0)
+    exact = torch.where(trained, flat, 0.0)
+    flat = exact.clamp(-20.0, 20.0)
     weights = torch.ones_like(flat)
     if rollout_is is not None:
         upper = 2.0 if rollout_is_threshold is None else rollout_is_threshold
@@ -100,7 +101,7 @@ def rollout_correction(
         assert rollout_rs_threshold is not None
         kept = _within(flat, response_mask, trained, rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
     if rollout_token_veto_threshold is not None:
-        vetoes = (flat < math.log(rollout_token_veto_threshold)).to(flat.dtype)
+        vetoes = (exact < math.log(rollout_token_veto_threshold)).to(flat.dtype)
         kept = kept & (_row_sum(vetoes, response_mask) == 0)
     metrics = _metrics(flat, response_mask, trained, weights, kept)
     return ragged.like(weights, response_mask), ragged.like(kept, response_mask), metrics
