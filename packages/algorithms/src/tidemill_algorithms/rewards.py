@@ -85,10 +85,13 @@ def reward_reader(batch: DataProto) -> Callable[[TrainedRows], np.ndarray]:
     These are the column `token_level_rewards` where the batch has one, else the outcome at the last trained token.
 
     Raises:
-        ValueError: a reward at a token that is not trained, where it would have no effect.
+        ValueError: a reward that is not finite, or one at a token that is not trained, where it would have no effect.
     """
     if "token_level_rewards" not in batch.batch.keys():  # noqa: SIM118
         rewards = batch["rewards"]
+        if not rewards.isfinite().all():
+            row = int((~rewards.isfinite()).nonzero()[0])
+            raise ValueError(f"expected finite rewards, got {rewards[row].item()} in row {row}")
         return lambda rows: rows.outcome(rewards)
     column, response_mask = batch["token_level_rewards"], batch["response_mask"]
     is_lost = (ragged.values(column) != 0) & ~ragged.values(response_mask).bool()

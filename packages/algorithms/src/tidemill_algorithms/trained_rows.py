@@ -53,14 +53,14 @@ class TrainedRows:
     def read(self, column: torch.Tensor) -> np.ndarray:
         """Return a ragged column [B, j] at the trained tokens, float64 [b, T], 0 in the padding."""
         padded = np.zeros((len(self.lengths), self.lengths.max(initial=0)))
-        padded.reshape(-1)[self.elements] = ragged.values(column)[self.tokens].detach().numpy()[self.trained]
+        padded.reshape(-1)[self.elements] = ragged.values(column)[self.tokens].detach().double().numpy()[self.trained]
         return padded
 
     def outcome(self, rewards: torch.Tensor) -> np.ndarray:
         """Return rewards of the rows of the batch, [B], at their last trained token, float64 [b, T]."""
         padded = np.zeros((len(self.lengths), self.lengths.max(initial=0)))
         has_tokens = np.flatnonzero(self.lengths)
-        padded[has_tokens, self.lengths[has_tokens] - 1] = rewards.numpy()[self.rows][has_tokens]
+        padded[has_tokens, self.lengths[has_tokens] - 1] = rewards.double().numpy()[self.rows][has_tokens]
         return padded
 
     def write(self, padded: np.ndarray, out: np.ndarray) -> None:

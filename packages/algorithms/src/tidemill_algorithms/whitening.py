@@ -26,7 +26,7 @@ def whiten(column: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     >>> ragged.values(whiten(column, mask))
     tensor([-1.2910, -1.2910,  0.6455,  0.6455,  0.6455,  0.6455])
     """
-    flat, mask = ragged.values(column).detach().numpy(), ragged.values(response_mask).bool().numpy()
+    flat, mask = ragged.values(column).detach().float().numpy(), ragged.values(response_mask).bool().numpy()
     parts = [slice(start, start + _CHUNK) for start in range(0, len(flat), _CHUNK)]
     count = max(int(mask.sum()), 1)
     mean = sum(flat[part].sum(where=mask[part], dtype=np.float64) for part in parts) / count

@@ -142,3 +142,36 @@ def test_opd_adds_the_teacher_and_the_task_and_ignores_masked_tokens():
     assert ragged.values(opd(batch)["advantages"]).tolist() == [1.0, 0.0, -2.0, 0.5]
     both = ragged.values(opd(batch, opd_kl_coef=2.0, opd_task_coef=1.0)["advantages"]).tolist()
     assert both == pytest.approx([2.0 + 0.5**0.5, 0.0, -4.0 + 0.5**0.5, 1.0 - 0.5**0.5], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "vapo", "remax"])
+def test_rewards_that_are_not_finite_are_refused(name):
+    mask = ragged.ragged(torch.ones(3), [1, 1, 1])
+    columns = {
+        "response_mask": mask,
+        "rewards": torch.tensor([1.0, torch.nan, 0.0]),
+        "baseline_rewards": torch.zeros(3),
+    }
+    columns["values"] = ragged.like(torch.zeros(3), mask)
+    batch = DataProto.from_dict(columns, {"uid": ["a", "a", "b"]})
+    with pytest.raises(ValueError, match="expected finite rewards, got nan in row 1"):
+        ADV_ESTIMATORS[name](batch)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_columns_in_bfloat16_are_read(name):
+    mask = ragged.ragged(torch.ones(3), [1, 2])
+    columns = {
+        "response_mask": mask,
+        "rewards": torch.tensor([1.0, 0.5]),
+        "values": ragged.like(torch.tensor([0.5, 0.25, 1.0]), mask),
+    }
+    exact = DataProto.from_dict(columns, {"uid": ["a", "b"]})
+    columns = {
+        **columns,
+        "rewards": columns["rewards"].bfloat16(),
+        "values": ragged.like(ragged.values(columns["values"]).bfloat16(), mask),
+    }
+    rounded = DataProto.from_dict(columns, {"uid": ["a", "b"]})
+    found = [ragged.values(ADV_ESTIMATORS[name](batch)["advantages"]) for batch in (exact, rounded)]
+    assert torch.equal(*found)

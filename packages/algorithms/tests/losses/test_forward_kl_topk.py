@@ -1,8 +1,11 @@
 """Properties of the divergence over the k most probable tokens and the rest."""
 
+import math
+
 import pytest
 import torch
 from tidemill_algorithms import POLICY_LOSSES
+from tidemill_algorithms.losses.forward_kl_topk import forward_kl_topk
 from tidemill_dataproto import DataProto, ragged
 
 
@@ -60,3 +63,13 @@ def test_masses_are_those_of_the_k_ids():
     metrics = divergence(topk, teacher)[2]
     assert metrics["actor/topk_mass"].item() == pytest.approx(0.3)
     assert metrics["actor/teacher_topk_mass"].item() == pytest.approx(0.9)
+
+
+def test_token_that_the_teacher_excludes_adds_nothing():
+    columns = {
+        "topk_log_probs": torch.tensor([[0.5, 0.25]]).log(),
+        "teacher_topk_log_probs": torch.tensor([[0.5, 0.0]]).log(),
+    }
+    batch = DataProto.from_dict({name: ragged.ragged(values, [1]) for name, values in columns.items()})
+    terms, _ = forward_kl_topk(torch.zeros(1), batch)
+    assert terms.item() == pytest.approx(0.5 * math.log(0.5 / 0.25), rel=1e-5)

@@ -38,7 +38,8 @@ def forward_kl_topk(log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Te
     """
     topk, teacher = (ragged.values(batch[name]) for name in ("topk_log_probs", "teacher_topk_log_probs"))
     outcomes, of_teacher = _with_rest(topk), _with_rest(teacher)
-    terms = (of_teacher.exp() * (of_teacher - outcomes)).sum(-1)
+    probs = of_teacher.exp()
+    terms = torch.where(probs > 0, probs * (of_teacher - outcomes), 0.0).sum(-1)
     return terms, {
         "actor/topk_mass": topk.detach().exp().sum(-1),
         "actor/teacher_topk_mass": teacher.exp().sum(-1),
