@@ -202,6 +202,9 @@ def test_invalid_padding_calls_are_refused_with_a_message() -> None:
         unpad_dataproto(make(), -1)
     with pytest.raises(ValueError, match="got 3 padding rows; call unpad_dataproto"):
         padded.fold(2)
+    folded, _ = pad_dataproto_to_divisor(make().select(None, []).repeat(2).fold(2), 4)
+    with pytest.raises(ValueError, match="got 3 padding rows; call unpad_dataproto"):
+        folded.unfold()
     with pytest.raises(ValueError, match="the same padding rows in both batches"):
         padded.union(padded.reorder(list(range(8))[::-1]).select(["score"], []).rename("score", "other"))
     padded.batch = make().batch

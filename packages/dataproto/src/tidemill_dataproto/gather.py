@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from tidemill_dataproto.columns.tensor_columns import Column
 from tidemill_dataproto.formats.wire import as_bytes, from_bytes
@@ -37,7 +38,8 @@ def all_gather(batch: DataProto, group: dist.ProcessGroup | None = None) -> Data
     except (ValueError, TypeError) as caught:
         error = caught
     heads: list[_Head] = agree(_head_of(batch, columns), error, group)
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else _CPU
+    has_cpu = _CPU in (group or _get_default_group())._device_types  # NCCL alone has not
+    device = _CPU if has_cpu else torch.device("cuda", torch.cuda.current_device())
     home = {name: _values_of(column).device for name, column in columns.items()}
     data = _gathered(columns, max(head.num_bytes for head in heads), len(heads), device, group)
     parts = [_part(head, data[rank], home, device) for rank, head in enumerate(heads)]

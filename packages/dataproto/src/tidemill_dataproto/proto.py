@@ -173,19 +173,23 @@ class DataProto(BatchStorage):
         Raises:
             ValueError: group_size does not divide the number of rows, or some are padding.
         """
+        self._check_unpadded()
+        return self._of(*groups.fold(self._read(), self.non_tensor_batch, len(self), group_size), self.meta_info)
+
+    def _check_unpadded(self) -> None:
         if self._num_padding() > 0:
             raise ValueError(
                 f"expected a batch without padding, got {self._num_padding()} padding rows; call unpad_dataproto() "
                 f"first"
             )
-        return self._of(*groups.fold(self._read(), self.non_tensor_batch, len(self), group_size), self.meta_info)
 
     def unfold(self) -> "DataProto":
         """Split folded rows into the original rows.
 
         Raises:
-            ValueError: a column that is not folded, or into another group size; the error names it.
+            ValueError: a column that is not folded, or into another group size (the error names it), or padding rows.
         """
+        self._check_unpadded()
         return self._of(*groups.unfold(self._read(), self.non_tensor_batch, len(self)), self.meta_info)
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] = ()) -> "DataProto":
