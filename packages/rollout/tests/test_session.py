@@ -159,6 +159,8 @@ def test_branch_has_its_own_history_and_is_trained_as_requested(scripted):
         await session.generate([USER])
         await session.branch("critic", is_trained=False).generate([USER])
         await session.branch().generate([USER])
+        session.branch("branch-4")
+        session.branch()  # its name is free
 
     asyncio.run(run())
     assert [row.branch for row in session.trajectories()] == ["main", "branch-2"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
@@ -221,7 +222,8 @@ class Session:
             ValueError: the name is in use.
         """
         branches = self._state.branches
-        name = f"branch-{len(branches)}" if name is None else name
+        if name is None:
+            name = next(f"branch-{number}" for number in count(len(branches)) if f"branch-{number}" not in branches)
         if name in branches:
             raise ValueError(f"the branch {name!r} exists already; choose another name")
         branches[name] = is_trained

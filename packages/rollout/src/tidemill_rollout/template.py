@@ -190,7 +190,7 @@ class ChatTemplate:
             prompt = self.render(messages[: count - 1], tools, add_generation_prompt=True)
             return fork("template", prompt, before)
         reasoning = messages[count - 1].get("reasoning_content", "").strip()
-        if not self._keep_reasoning and reasoning not in before:
+        if not self._keep_reasoning and reasoning and self._drops_reasoning(messages[:count], tools, before):
             return fork("reasoning", f"<think>\n{reasoning}\n</think>", before[-200:])
         ids = self.encode(after[position:])
         last = generation.token_ids[-1] if generation.token_ids else None
@@ -198,6 +198,12 @@ class ChatTemplate:
         if last in self._special.values() and (opens_next or (generation.finish_reason == "stop" and closing)):
             ids = ids[1:]
         return ids, after
+
+    def _drops_reasoning(self, messages: Sequence[Message], tools: Any, text: str) -> bool:
+        """Return whether `text`, the template's text of a conversation, is the same without the last reasoning."""
+        *others, last = messages
+        without = {name: value for name, value in last.items() if name != "reasoning_content"}
+        return self.render([*others, without], tools, add_generation_prompt=False) == text
 
     def _split_closing(self, before: str, content: str) -> tuple[str, str]:
         """Split a history into the text up to the end of its last reply, and the special token that closes the reply.
