@@ -112,9 +112,7 @@ def test_plan_is_recorded_again_after_a_change(make, tmp_path, change):
     assert recorded
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-10], lambda data: data.replace(b"sum", b"pad"), lambda _: b""]
-)
+@pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: data.replace(b"sum", b"pad"), lambda _: b""])
 def test_damaged_file_is_replaced(make, tmp_path, caplog, damage):
     plan, _ = cover(make())
     [path] = (tmp_path / "tidemill" / "plans").iterdir()
