@@ -32,7 +32,8 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         Adapters are merged. The next weight is a collective with adapters and with Megatron, which all-gathers weights.
 
         Args:
-            dtype: dtype that floating-point weights are cast to; None is `EngineConfig.weight_dtype`.
+            dtype: dtype that parameters are cast to; None is `EngineConfig.weight_dtype`. Buffers, such as biases of
+                routers, keep theirs.
 
         Yields:
             Name and DTensor (or full tensor), detached and valid until the next step. `full_tensor()` of a DTensor is

@@ -239,8 +239,9 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
 
     def _merged_weights(self, dtype: Dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights by their names in the model, on the engine's device, with adapters merged."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, weight in lora.merged_weights(self.model, self._readable):
-            if dtype is not None and weight.is_floating_point():
+            if dtype is not None and name in parameters:  # buffers, such as biases of routers, keep their dtype
                 yield name, weight.to(getattr(torch, dtype))
             else:
                 yield name, weight

@@ -63,12 +63,22 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
         )
+    _keep_buffers(model)
     model.config.use_cache = False
     if config.gradient_checkpointing:
         recompute_layers(model, config.recompute)
     if config.compile_layers:
         compile_layers(model)
     return model
+
+
+def _keep_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers that transformers keeps in float32, such as biases of routers, this dtype, also in bfloat16."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in kept:
+                setattr(module, name, buffer.float())
 
 
 def compile_layers(model: PreTrainedModel) -> None:

@@ -129,12 +129,12 @@ def stored_bytes(
 
     Args:
         weights: tensors of the model by name; their values are not read.
-        dtype: dtype of floating-point weights in the checkpoint; None keeps theirs.
+        dtype: dtype of parameters in the checkpoint; None keeps theirs. Buffers keep it.
     """
     sizes = []
     for name, weight in weights:
         item = weight.element_size()
-        if dtype is not None and weight.is_floating_point():
+        if dtype is not None and isinstance(weight, torch.nn.Parameter):
             item = getattr(torch, dtype).itemsize
         parts = [(piece.name, piece.shape) for piece in layout.get(name, ())] or [(name, weight.shape)]
         sizes += [(stored, math.prod(shape) * item) for stored, shape in parts]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import build_engine
-from megatron_cases import check_layouts
-from safetensors.torch import load_file
+from megatron_cases import check_layouts, deepseek
+from safetensors.torch import load_file, save_file
 from tidemill_testing import run_ranks, tiny_model
 
 pytestmark = pytest.mark.timeout(280)
@@ -102,3 +102,34 @@ def test_export_gathers_each_tensor_once(folders, tmp_path):
 def test_megatron_core_is_unpatched_after_the_last_context(ranks):
     for states, _ in ranks:
         assert states == {"in one": True, "in second": True, "after both": False}
+
+
+def _exported_bias(backend: str, path: str, folder: Path) -> dict[str, torch.Tensor]:
+    settings: dict[str, Any] = {"param_dtype": "bfloat16", "optimizer": False}
+    if backend == "fsdp2":
+        settings["model"] = {"dtype": "bfloat16"}
+    engine = build_engine(path, backend=backend, **settings)
+    found = {name: tensor for name, tensor in engine.get_per_tensor_param() if name.endswith("e_score_correction_bias")}
+    engine.save_hf(folder / backend)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_biases_of_routers_are_not_rounded(tmp_path, backend):
+    path = deepseek(tmp_path / "model", n_group=1, topk_group=1)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    biases = {
+        name: 4 + 0.02 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1))
+        for name, tensor in weights.items()
+        if name.endswith("e_score_correction_bias")
+    }
+    save_file(weights | biases, file, metadata={"format": "pt"})
+    [found] = run_ranks(_exported_bias, 1, backend, str(path), tmp_path)
+    saved = load_file(tmp_path / backend / "model.safetensors")
+    assert biases.keys() == found.keys()
+    for name, bias in biases.items():
+        assert torch.equal(found[name], bias)
+        assert torch.equal(saved[name], bias)
+    assert saved["model.embed_tokens.weight"].dtype == torch.bfloat16

@@ -151,7 +151,7 @@ class MegatronWeights:
         Every rank holds one bucket of tensors at a time.
 
         Args:
-            dtype: dtype of the yielded values.
+            dtype: dtype of the yielded values, except the router's bias of DeepSeek-V3, which stays in float32.
             bucket_bytes: size of the buckets; a larger tensor is a bucket of its own.
         """
         own = {(name, shard.start): shard for name, shard in self.shards()}
@@ -169,7 +169,7 @@ class MegatronWeights:
     def sizes_bytes(self, dtype: torch.dtype) -> list[tuple[str, int]]:
         """Names and sizes in bytes of `full_tensors`, in its order. No communication."""
         sizes = {name: sum(math.prod(shape) for _, shape in parts.values()) for name, parts in self._owners().items()}
-        return [(name, sizes[name] * dtype.itemsize) for name in sorted(sizes, key=_natural)]
+        return [(name, sizes[name] * _exported(name, dtype).itemsize) for name in sorted(sizes, key=_natural)]
 
     def _owners(self) -> _Owners:
         owners: _Owners = {}
@@ -186,25 +186,30 @@ class MegatronWeights:
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         device = next(iter(own.values())).tensor.device
-        parts: dict[int, list[tuple[_Key, tuple[int, ...]]]] = {}
+        parts: dict[tuple[int, torch.dtype], list[tuple[_Key, tuple[int, ...]]]] = {}
         for name in names:
             for start, (rank, shape) in owners[name].items():
-                parts.setdefault(rank, []).append(((name, start), shape))
+                parts.setdefault((rank, _exported(name, dtype)), []).append(((name, start), shape))
         full: dict[str, torch.Tensor] = {}
-        for rank in sorted(parts):
+        for (rank, sent), of_rank in sorted(parts.items(), key=lambda item: str(item[0])):
             if rank == dist.get_rank(self._group):
-                flat = torch.cat([own[key].tensor.reshape(-1).to(dtype) for key, _ in parts[rank]])
+                flat = torch.cat([own[key].tensor.reshape(-1).to(sent) for key, _ in of_rank])
             else:
-                flat = torch.empty(sum(math.prod(shape) for _, shape in parts[rank]), dtype=dtype, device=device)
+                flat = torch.empty(sum(math.prod(shape) for _, shape in of_rank), dtype=sent, device=device)
             dist.broadcast(flat, group=self._group, group_src=rank)
-            pieces = flat.split([math.prod(shape) for _, shape in parts[rank]])
-            for ((name, start), shape), piece in zip(parts[rank], pieces, strict=True):
+            pieces = flat.split([math.prod(shape) for _, shape in of_rank])
+            for ((name, start), shape), piece in zip(of_rank, pieces, strict=True):
                 if name not in full:
-                    full[name] = torch.empty(_whole_shape(owners[name]), dtype=dtype, device=device)
+                    full[name] = torch.empty(_whole_shape(owners[name]), dtype=sent, device=device)
                 region = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
                 full[name][region] = piece.view(shape)
         for name in names:
             yield name, full.pop(name)
+
+
+def _exported(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an exported tensor. Rounded biases would send tokens to other experts."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
