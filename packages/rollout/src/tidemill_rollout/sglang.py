@@ -1,10 +1,12 @@
 """SGLang as an engine: a server, over its native HTTP interface, or an engine of this process."""
 
 import asyncio
+import base64
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -130,7 +132,12 @@ class SGLangEngine:
                 break
             prompt += parts[-1].token_ids
             limit = None if limit is None else limit - len(parts[-1].token_ids)
-        return _joined(parts)
+        joined = _joined(parts)
+        if len(parts) == 1 or not sampling.stop:
+            return joined
+        decode = self._engine.tokenizer_manager.tokenizer.decode
+        end = end_at_stop([part.token_ids for part in parts], sampling.stop, decode)
+        return joined if end is None else _first(joined, end, num_before=len(token_ids))
 
     async def _run(self, token_ids: list[int], sampling: SamplingParams, key: str | None) -> Mapping[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -192,6 +199,48 @@ def to_generation(output: Mapping[str, Any], *, is_interrupted: bool = False) ->
         finish_reason=reason,
         versions=[(str(meta.get("weight_version", "")), len(sampled))] if sampled else [],
         extra={name: meta[name] for name in ("routed_experts",) if meta.get(name) is not None},
+    )
+
+
+def end_at_stop(
+    parts: Sequence[Sequence[int]], stop: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """Return after how many tokens a stop string is complete that begins in one part of a request and ends in another.
+
+    SGLang looks for stop strings in each part alone.
+
+    Args:
+        parts: the tokens of each part.
+        stop: the stop strings.
+        decode: returns the text of tokens.
+    """
+    ids = [token for part in parts for token in part]
+    longest = 4 * max(map(len, stop))  # in tokens: a character may have four
+    for start in accumulate(len(part) for part in parts[:-1]):
+        for end in range(start + 1, min(start + longest, len(ids)) + 1):
+            text = decode(ids[max(0, start - longest) : end])
+            if any(each in text for each in stop):
+                return end
+    return None
+
+
+def _first(generation: Generation, count: int, *, num_before: int) -> Generation:
+    """Return the first tokens of a generation that a stop string ended, after a prompt of `num_before` tokens."""
+    versions, left = [], count
+    for version, length in generation.versions:
+        versions += [(version, min(length, left))] if left else []
+        left -= min(length, left)
+    extra = dict(generation.extra)
+    if "routed_experts" in extra:  # base64 of equally many bytes for each token but the last
+        data = base64.b64decode(extra["routed_experts"])
+        each = len(data) // (num_before + len(generation.token_ids) - 1)
+        extra["routed_experts"] = base64.b64encode(data[: each * (num_before + count - 1)]).decode()
+    return Generation(
+        token_ids=generation.token_ids[:count],
+        log_probs=generation.log_probs[:count],
+        finish_reason="stop",
+        versions=versions,
+        extra=extra,
     )
 
 
