@@ -250,6 +250,30 @@ def test_kept_reasoning_continues_the_sampled_tokens(bpe):
     assert chat.forks == {}
 
 
+@pytest.mark.parametrize(
+    ("reply", "finish", "text"),
+    [
+        ("<|user|>", None, "<|assistant|><|user|>\nagain"),
+        ("\n<|user|>", None, "<|assistant|>\n<|user|>\nagain"),
+        ("\n", "length", "<|assistant|>\n<|user|>\nagain"),
+        ("\nyes<|user|>", None, "<|assistant|>\nyes<|user|>\nagain"),
+    ],
+)
+def test_empty_reply_without_an_end_token_is_followed_by_the_next_message(reply, finish, text, bpe):
+    family = Family(
+        name="like GLM-4",
+        template="{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        special_tokens=("<|assistant|>", "<|user|>"),
+        closes=False,
+    )
+    chat = Chat(family, bpe)
+    chat.ask(user("hello"), reply=reply, finish=finish)
+    chat.ask(user("again"), reply="\nx<|user|>")
+    assert chat.tokenizer.decode(chat.row().token_ids) == f"<|user|>\nhello{text}<|assistant|>\nx<|user|>"
+    assert chat.forks == {}
+
+
 @pytest.mark.parametrize("question", ["hello", "long thoughts?"])
 @pytest.mark.parametrize("keep_reasoning", [False, True])
 def test_template_that_removes_all_reasoning_is_noticed(keep_reasoning, question, bpe):

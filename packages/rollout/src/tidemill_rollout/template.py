@@ -181,7 +181,10 @@ class ChatTemplate:
         """
         before = self.render(messages[:count], tools, add_generation_prompt=False)
         after = self.render(messages, tools, add_generation_prompt=True)
-        body, closing = self._split_closing(before, messages[count - 1]["content"])
+        reply, start = messages[count - 1], 0
+        if not reply["content"].strip():  # a special token before it belongs to the prompt
+            start = len(self.render(messages[: count - 1], tools, add_generation_prompt=True).rstrip())
+        body, closing = self._split_closing(before, reply["content"], start)
         position = _end_of_history(body, after, closing, self._removable)
         if position is None:
             is_reasoning = _end_of_history(body, after, closing, _REASONING) is not None
@@ -205,13 +208,16 @@ class ChatTemplate:
         without = {name: value for name, value in last.items() if name != "reasoning_content"}
         return self.render([*others, without], tools, add_generation_prompt=False) == text
 
-    def _split_closing(self, before: str, content: str) -> tuple[str, str]:
-        """Split a history into the text up to the end of its last reply, and the special token that closes the reply.
+    def _split_closing(self, before: str, content: str, start: int = 0) -> tuple[str, str]:
+        """Split a history into the text up to the end of its last reply, and the special token that closes the reply,
+        if it is behind the first `start` characters, which are the prompt's.
 
         Without such a token, the reply's own whitespace belongs to the reply, any other to what follows.
         """
         text = before.rstrip()
         closing = max((token for token in self._special if text.endswith(token)), key=len, default="")
+        if closing and len(text) - len(closing) < start:
+            return before, ""
         if closing:
             return text.removesuffix(closing), closing
         kept = text + content[len(content.rstrip()) :]
