@@ -85,7 +85,7 @@ class Cluster(RunCluster[Config]):
         of_training = training_gpus(config, num_gpus) if self._has_training else {}
         check_gpus(engine_gpus(config, num_gpus) | of_training, num_gpus)
         if config.trainer.ray_address is None and of_training and shares_gpus(config):
-            for gpu in read_gpus(visible=os.environ.get("CUDA_VISIBLE_DEVICES")):  # of this machine, the only one
+            for gpu in read_gpus(visible=os.environ.get("CUDA_VISIBLE_DEVICES")):  # the run has this machine alone
                 check_memory(config, gpu.total_bytes)
         required = demands(config, num_gpus, has_training=self._has_training)
         enforce(check_room(node_resources(), required), self._progress)
@@ -171,7 +171,7 @@ class Cluster(RunCluster[Config]):
         """
         gpus: list[Gpu | None] = self.actor.gpu()
         if gpus[0] is not None and shares_gpus(self._config):
-            check_memory(self._config, gpus[0].num_bytes, self._progress)  # of any machine
+            check_memory(self._config, gpus[0].num_bytes, self._progress)  # also without nvidia-smi, or elsewhere
         if self.engines.in_turns:
             for engine in self.engines.all():
                 engine.group.prepare_engine(gpus)

@@ -54,7 +54,7 @@ def collect(
     metrics = reduce_metrics(reports, group, data_parallel_rank) if reports else {}
     if not with_outputs:
         return BatchOutput(metrics=metrics, columns={})
-    parts = [step.model_output.columns() for step in steps]  # with the engine's own loss in training
+    parts = [step.model_output.columns() for step in steps]  # in training with router_loss, a part of the engine's loss
     return BatchOutput(
         metrics=metrics,
         columns={

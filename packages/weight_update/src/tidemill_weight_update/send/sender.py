@@ -57,12 +57,15 @@ class FastBucket:
         copies: dict[torch.dtype, list[Copy]] = {}
         shards: dict[torch.dtype, dict[str, list[Shard]]] = {}
         for index, (piece, place) in enumerate(zip(self.pieces, self.places, strict=True)):
-            name, dtype, packed, offset = piece.spec.name, piece.local.dtype, contiguous_strides(piece.box.shape), 0
-            if not self.memories:
-                offset, strides = place.offset, piece.local.stride() if piece.device == device else packed
-                place = Shard(piece.box, index, 0, strides)
+            name, dtype = piece.spec.name, piece.local.dtype
+            packed = contiguous_strides(piece.box.shape)
+            if self.memories:
+                source, offset = place, 0
+            else:
+                strides = piece.local.stride() if piece.device == device else packed
+                source, offset = Shard(piece.box, index, 0, strides), place.offset
             copies.setdefault(dtype, []).append(Copy(name, piece.box, "arena", offset, packed, piece.spec.dtype))
-            shards.setdefault(dtype, {}).setdefault(name, []).append(place)
+            shards.setdefault(dtype, {}).setdefault(name, []).append(source)
         specs = dict.fromkeys(piece.spec for piece in self.pieces)
         tables: list[CopyTable] = []
         for dtype, group in copies.items():  # the parts of a tensor may have different dtypes before the cast
