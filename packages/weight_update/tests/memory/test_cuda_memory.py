@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -108,9 +109,14 @@ def content(tensor):
 
 
 def free_bytes():
+    """Return the free memory once it does not change: processes that have just ended free theirs a little later."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(DEVICE)[0]
+    before = -1
+    while (free := torch.cuda.mem_get_info(DEVICE)[0]) != before:
+        before = free
+        time.sleep(1)
+    return free
 
 
 def test_another_process_reads_a_tensor_inside_an_allocation(reader):
