@@ -1,5 +1,6 @@
 """Weights in float8 for the engines; that engines load and use them was checked on a GPU (bench/results)."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from tidemill_dataproto import DataProto, ragged
-from tidemill_engines import ModelConfig
-from tidemill_testing import run_ranks
+from tidemill_engines import EngineRegistry, MegatronConfig, ModelConfig
+from tidemill_testing import run_ranks, tiny_model
 from tidemill_trainer.bench.decode import decode_bytes
 from tidemill_trainer.bench.shapes import SHAPES
 from tidemill_trainer.cli import BENCH_CONFIG
@@ -72,6 +74,30 @@ def test_ranks_that_share_blocks_and_have_different_experts_give_the_tensors_of_
         assert np.array_equal(mine, whole.view(torch.uint8).numpy()), name
 
 
+def parts_of_megatron(path):
+    layout = MegatronConfig(device="cpu", tensor_model_parallel_size=2, param_offload=True)
+    model = ModelConfig(path=path)
+    engine = EngineRegistry.new(model_type="language_model", backend="megatron", model=model, engine=layout)
+    engine.initialize()
+    weights = float8_weights(engine.get_per_tensor_shards(), 1 << 20)
+    return [(name, part.tensor.view(torch.uint8).numpy(), part.global_shape, part.start) for name, part in weights]
+
+
+def test_parts_of_megatron_are_those_of_whole_matrices(tmp_path):
+    sizes = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 4, "intermediate_size": 256}
+    path = tiny_model(tmp_path / "model", num_key_value_heads=2, **sizes)
+    expected = dict(BlockFp8(load_file(path / "model.safetensors").items()).quantize())
+    missing = {name: torch.ones(whole.shape) for name, whole in expected.items()}
+    for name, values, shape, start in itertools.chain(*run_ranks(parts_of_megatron, 2, str(path))):
+        whole = expected[name]
+        assert shape == tuple(whole.shape)
+        size = (*values.shape[:-1], values.shape[-1] // whole.element_size())
+        region = tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))
+        assert np.array_equal(values, whole[region].contiguous().view(torch.uint8).numpy()), name
+        missing[name][region] = 0
+    assert not any(each.any() for each in missing.values())
+
+
 def test_engine_starts_with_random_float8_parameters():
     config = load_config(BENCH_CONFIG, [QUANTIZED, "rollout.device=cuda"])
     arguments = engine_arguments(config.rollout, config.model)
@@ -118,7 +144,7 @@ def test_layers_of_an_engine_take_a_byte_per_parameter(tmp_path):
     assert read == pytest.approx(2 * embedding + layers + cache, rel=1e-5)  # the embedding is not read as a whole
 
 
-@pytest.mark.parametrize("override", ["rollout.dtype=float32", "rollout.device=cpu", "engine.backend=megatron"])
-def test_float8_without_bfloat16_gpus_or_fsdp2_is_refused(override):
-    with pytest.raises(ConfigError, match=r'requires rollout.dtype="bfloat16", GPUs and engine.backend="fsdp2", got'):
+@pytest.mark.parametrize("override", ["rollout.dtype=float32", "rollout.device=cpu"])
+def test_float8_without_bfloat16_or_gpus_is_refused(override):
+    with pytest.raises(ConfigError, match=r'requires rollout.dtype="bfloat16" and GPUs, got'):
         load_config(BENCH_CONFIG, [QUANTIZED, override])

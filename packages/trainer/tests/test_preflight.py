@@ -1,10 +1,13 @@
+import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.bench.shapes import SHAPES
+from tidemill_trainer.cli import BENCH_CONFIG, DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.doctor.machine import check_machine
 from tidemill_trainer.preflight import check_model
@@ -43,6 +46,24 @@ def test_config_that_does_not_match_the_model_is_rejected(assets, progress, over
 def test_engine_settings_that_do_not_match_the_model_are_rejected(assets, progress, overrides, message):
     with pytest.raises(ConfigError, match=message):
         _check(assets, progress, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ({}, [], None),
+        ({"head_dim": 64}, [], r"the size of attention heads is a multiple of 128, got 64; set engine.backend"),
+        ({"intermediate_size": 3200}, [], None),
+        ({"intermediate_size": 3200}, ["engine.tp=2"], r"intermediate_size / 2 tensor-parallel ranks .*, got 1600"),
+        ({"head_dim": 64, "intermediate_size": 3200}, ["engine.backend=fsdp2"], None),
+    ],
+)
+def test_parts_of_megatron_that_cut_blocks_of_float8_are_rejected(tmp_path, model, settings, message):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"] | model))
+    overrides = ["engine.backend=megatron", "rollout.quantization=fp8", "rollout.device=cuda", "actor.num_workers=2"]
+    config = load_config(BENCH_CONFIG, [*overrides, *settings, f"model.path={tmp_path}"])
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_model(config, reads_weights=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

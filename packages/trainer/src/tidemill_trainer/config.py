@@ -294,12 +294,11 @@ class Config(RunConfig):
         )
         missing = against_turns(self)
         require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
-        rollout, backend = self.rollout, self.engine.backend
+        rollout = self.rollout
         require(
-            rollout.quantization is None
-            or (rollout.dtype == "bfloat16" and rollout.device != "cpu" and backend == "fsdp2"),
-            'rollout.quantization="fp8" requires rollout.dtype="bfloat16", GPUs and engine.backend="fsdp2", got '
-            f'rollout.dtype="{rollout.dtype}", rollout.device="{rollout.device}" and engine.backend="{backend}"',
+            rollout.quantization is None or (rollout.dtype == "bfloat16" and rollout.device != "cpu"),
+            'rollout.quantization="fp8" requires rollout.dtype="bfloat16" and GPUs, got '
+            f'rollout.dtype="{rollout.dtype}" and rollout.device="{rollout.device}"',
         )
         require(
             self.rollout.partial_rollout or self.rollout.recompute_kv_cache,

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tidemill_engines import MegatronConfig
 from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.megatron.architecture import Architecture
+from tidemill_weight_update.fp8 import BLOCK
 
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError
@@ -28,6 +31,8 @@ def check_model(config: Config, *, reads_weights: bool = True) -> None:
     heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
     if heads is not None and heads % size:
         raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
+    if config.rollout.quantization == "fp8" and isinstance(config.engine, MegatronConfig):
+        _check_blocks(config.engine, Architecture.read(Path(config.model.path)))
 
 
 def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: bool = True) -> dict[str, Any]:
@@ -67,6 +72,27 @@ def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: b
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(f"config key model.path: {error}") from error
     return model
+
+
+def _check_blocks(engine: MegatronConfig, architecture: Architecture) -> None:
+    """Check that the parts of weights that Megatron exports consist of whole blocks of float8.
+
+    Each key and value head of a layer is a part; MLPs are divided among tensor-parallel ranks.
+    """
+    a, tp, etp = architecture, engine.tensor_model_parallel_size, engine.expert_tp
+    sizes = {}
+    if a.latent is None:
+        sizes["the size of attention heads"] = a.head_dim
+    if tp > 1 and (a.num_dense_layers or not a.num_experts):
+        sizes[f"intermediate_size / {tp} tensor-parallel ranks"] = a.intermediate_size // tp
+    if etp > 1 and a.num_experts:
+        sizes[f"moe_intermediate_size / {etp} ranks per expert"] = a.moe_intermediate_size // etp
+    for name, size in sizes.items():
+        if size % BLOCK:
+            raise ConfigError(
+                f'rollout.quantization="fp8" with engine.backend="megatron" requires that {name} is a multiple of '
+                f'{BLOCK}, got {size}; set engine.backend="fsdp2" or remove rollout.quantization'
+            )
 
 
 def _read_config(file: Path) -> dict[str, Any]:
