@@ -110,6 +110,16 @@ def test_engine_starts_with_random_float8_parameters():
     assert set(overrides) == {"rope_theta", "quantization_config"}
 
 
+@pytest.mark.parametrize(
+    ("given", "page_size"),
+    [({}, None), ({"kv_cache_dtype": "fp8_e4m3"}, 64), ({"kv_cache_dtype": "fp8_e4m3", "page_size": 128}, 128)],
+)
+def test_float8_cache_has_pages_of_several_tokens(given, page_size):
+    config = load_config(BENCH_CONFIG, ["rollout.device=cuda"])
+    arguments = engine_arguments(replace(config.rollout, engine_args=given), config.model)
+    assert arguments.get("page_size") == page_size
+
+
 def test_evaluation_has_the_weights_of_the_checkpoint(tmp_path):
     (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[data]\nval_files = ["v.jsonl"]\n')
     config, _ = evaluation_config(tmp_path / "run.toml", [QUANTIZED])

@@ -93,6 +93,8 @@ def engine_arguments(
         arguments["disable_prefill_cuda_graph"] = True  # a minute of the first start, nothing for large batches
     else:
         _require_cpu_plugin()
+    if device == "cuda" and str(config.engine_args.get("kv_cache_dtype")).startswith("fp8"):
+        arguments["page_size"] = 64  # FlashAttention-3 reads float8 from pages of one token no faster than bfloat16
     arguments |= config.engine_args
     if config.quantization == "fp8":
         given = json.loads(arguments.get("json_model_override_args", "{}"))
