@@ -54,6 +54,19 @@ def test_copy_on_the_cpu_is_made_of_powers_of_two_and_a_rest_below_a_mib(num_byt
     assert torch.equal(tensor, expected)
 
 
+def test_a_part_of_a_storage_is_read_alone():
+    whole = torch.arange((3 << 20) + 1000, dtype=torch.int16)  # copied in parts of 4 and 2 MiB, and a rest
+    middle = (2 << 20) - 5  # of the end of the first part, in elements
+    tensors = [whole, whole[middle : middle + 12], whole[middle : middle + 12].view(3, 4).t(), whole[-7:], whole[:0]]
+    expected = [tensor.clone() for tensor in tensors]
+    offloaded = OffloadableTensors(lambda: tensors)
+    offloaded.offload()
+    for tensor, values in zip(tensors[1:], expected[1:], strict=True):
+        read = offloaded.read(tensor)
+        assert torch.equal(read, values)
+        assert read.untyped_storage().size() == values.untyped_storage().size()
+
+
 def run_without_memory():
     """Return storage sizes after a failed onload, and whether a later onload restores the values."""
     params, state = torch.arange(1 << 20), torch.arange(1 << 26)

@@ -99,10 +99,11 @@ class OffloadableTensors:
         held = self._copies.get(local.untyped_storage()._cdata)
         if held is None:
             return like(tensor, local.clone())
-        _, copy, num_bytes = held
+        _, copy, _ = held
+        start, num_bytes = int(local.storage_offset()) * local.itemsize, _extent(local) * local.itemsize
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=local.device)
-        _fill(flat, copy)
-        return like(tensor, flat.view(local.dtype).as_strided(local.shape, local.stride(), local.storage_offset()))
+        _fill(flat, None if copy is None else _range(copy, start, num_bytes))
+        return like(tensor, flat.view(local.dtype).as_strided(local.shape, local.stride()))
 
 
 class Offloader:
@@ -169,6 +170,24 @@ def _fill(target: torch.Tensor, copy: list[torch.Tensor] | None) -> None:
         return
     for data, part in zip(target.split([len(part) for part in copy]), copy, strict=True):
         data.copy_(part, non_blocking=True)
+
+
+def _range(copy: list[torch.Tensor], start: int, num_bytes: int) -> list[torch.Tensor]:
+    """Return views of the bytes from `start` on, in the parts of `_to_cpu`."""
+    found = []
+    for part in copy:
+        if start < len(part) and num_bytes:
+            found.append(part[start : start + num_bytes])
+            num_bytes -= len(found[-1])
+        start = max(0, start - len(part))
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of elements from the first to the last one in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

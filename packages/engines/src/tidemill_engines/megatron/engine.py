@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +271,11 @@ class MegatronEngine(BaseEngine[MegatronConfig]):
             yield from self.weights.full_tensors(self._export_dtype(dtype))
 
     def get_per_tensor_shards(self) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
-        with self._weights_onloaded():
-            for name, shard in self.weights.shards():
-                yield name, replace(shard, tensor=shard.tensor.clone()) if self.streams_weights else shard
+        if not self._weights_are_complete:
+            with self._weights_onloaded():
+                pass
+        params = self._offloader.get("params")
+        yield from self.weights.shards(torch.Tensor.detach if params is None else params.read)
 
     @property
     def streams_weights(self) -> bool:

@@ -147,14 +147,12 @@ def _buffer(config: Config) -> Part:
 
 
 def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
-    """Return the offloaded weights that are on the device at a weight update: one at a time, with Megatron all."""
+    """Return the offloaded weights that are on the device at a weight update: one at a time."""
     engine, num_workers = config.engine, config.actor.num_workers
     if not engine.param_offload:
         return []
-    num_bytes = engine_memory(sizes, config.model, engine, num_workers).params
-    if isinstance(engine, FSDP2Config):
-        num_bytes *= sizes.embedding / sizes.total
-    return [_part(config, "policy", "weights", num_bytes, at_work=True)]
+    weights = engine_memory(sizes, config.model, engine, num_workers).params
+    return [_part(config, "policy", "weights", weights * sizes.embedding / sizes.total, at_work=True)]
 
 
 def _training_parts(

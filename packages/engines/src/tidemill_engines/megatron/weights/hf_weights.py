@@ -3,7 +3,7 @@
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -125,13 +125,18 @@ class MegatronWeights:
                     rows.copy_(whole.normal_(0.0, std, generator=generator)[block.region])
 
     @torch.no_grad()
-    def shards(self) -> Iterator[tuple[str, WeightShard]]:
+    def shards(
+        self, read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    ) -> Iterator[tuple[str, WeightShard]]:
         """Yield this rank's parts of all tensors with the tensor's name. No communication.
 
         A tensor may have several parts: q, k and v of a layer are interleaved, so each has one part per kv head.
+
+        Args:
+            read: returns the values of a parameter, itself or a copy.
         """
         for parameter, blocks in self._blocks:
-            values = parameter.detach()
+            values = read(parameter)
             for block in blocks:
                 own = values if block.shape[0] == len(values) else values.narrow(0, block.row, block.shape[0])
                 replica, num_replicas = self._replicas[block.name, block.start]
