@@ -46,6 +46,22 @@ def test_prompt_log_probs_equal_transformers(engine, model, reference):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
+def test_repetition_penalty_applies_to_generated_tokens(engine, model):
+    """SGLang penalizes a token once, however often it was generated, and not for its occurrence in the prompt."""
+    penalties = [1.0, 1.3, 2.0, 1.3, 0.7]
+    params = [sampling(temperature=0, repetition_penalty=penalty) for penalty in penalties]
+    outputs = engine.generate(input_ids=PROMPTS, sampling_params=params)
+    for prompt, penalty, output in zip(PROMPTS, penalties, outputs, strict=True):
+        expected = []
+        for _ in range(12):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *expected]])).logits[0, -1]
+            for token in set(expected):
+                logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+            expected.append(int(logits.argmax()))
+        assert output["output_ids"] == expected
+
+
 def sample(engine, prompts, seeds, **fields):
     params = [sampling(temperature=1.0, sampling_seed=seed, **fields) for seed in seeds]
     outputs = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)

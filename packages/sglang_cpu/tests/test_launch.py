@@ -58,10 +58,14 @@ def test_http_server_with_bfloat16_llama_exits_when_its_scheduler_is_killed(tmp_
     port, nccl_port = free_ports(2)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--port", str(port)]
     command += ["--nccl-port", str(nccl_port), "--skip-tokenizer-init", "--log-level", "error"]
-    server = subprocess.Popen(command)
+    no_compiler = {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    server = subprocess.Popen(command, env=os.environ | no_compiler)
     try:
         wait_until(lambda: is_ready(port, server), 240, "start of the server")
         check_bfloat16(post(port, "/generate", request()), reference.load(path, torch.bfloat16), reference)
+
+        penalized = request() | {"sampling_params": GREEDY | {"repetition_penalty": 1.2}}
+        assert [len(output["output_ids"]) for output in post(port, "/generate", penalized)] == [8, 8, 8]
 
         new = reference.load(tiny_model(tmp_path / "new", "llama", seed=3, dtype=torch.bfloat16), torch.bfloat16)
         named = [(name, parameter.detach()) for name, parameter in new.named_parameters()]

@@ -1,5 +1,7 @@
 """Seeded sampling, without an engine."""
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -86,3 +88,23 @@ def test_largest_hash_does_not_draw_a_token_with_probability_zero():
     assert gumbel_argmax(probs, seeds, positions).item() == 7
     probs[0, 7], probs[0, 51182] = 1 - 1e-12, 1e-12
     assert gumbel_argmax(probs, seeds, positions).item() == 7
+
+
+WITHOUT_COMPILATION = """
+import torch
+from tidemill_sglang_cpu.patches import apply_patches
+
+apply_patches()
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+logits = torch.tensor([[2.0, -2.0, 0.0], [3.0, -3.0, 1.0]])
+with torch.compiler.set_stance("fail_on_recompile"):
+    apply_scaling_penalties(logits, torch.tensor([[1.0, 1.0, 1.0], [1.5, 1.5, 0.5]]))
+assert logits.tolist() == [[2.0, -2.0, 0.0], [2.0, -4.5, 2.0]], logits
+"""
+
+
+def test_repetition_penalty_is_applied_without_compilation():
+    """In its own process, because the patches remain."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILATION], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

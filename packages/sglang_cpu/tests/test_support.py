@@ -57,6 +57,8 @@ def test_unsupported_model_is_refused_by_name(tmp_path, config, message):
         ({"dtype": "float16"}, "dtype 'float16' is not supported"),
         ({"device": "cuda"}, "device='cuda' is not supported"),
         ({"attention_backend": "triton"}, "attention_backend='triton' is not supported"),
+        ({"decode_attention_backend": "flashinfer"}, "decode_attention_backend='flashinfer' is not supported"),
+        ({"prefill_attention_backend": "intel_amx"}, "prefill_attention_backend='intel_amx' is not supported"),
         ({"quantization": "fp8"}, "quantization='fp8' is not supported"),
         ({"dp_size": 2}, "dp_size=2 is not supported"),
         ({"tp_size": 2, "ep_size": 2}, "ep_size=2 is not supported"),
@@ -127,6 +129,10 @@ def test_platform_defaults(llama):
     assert not args.disable_radix_cache
     explicit = ServerArgs(model_path=str(llama), max_total_tokens=512, mem_fraction_static=0.2, dtype="bfloat16")
     assert (explicit.dtype, explicit.max_total_tokens, explicit.mem_fraction_static) == ("bfloat16", 512, 0.2)
+    named = ServerArgs(
+        model_path=str(llama), decode_attention_backend="torch_native", prefill_attention_backend="torch_native"
+    )
+    assert named.attention_backend == "torch_native"
     deterministic = ServerArgs(model_path=str(llama), enable_deterministic_inference=True)
     assert deterministic.attention_backend == args.attention_backend
     assert not deterministic.disable_radix_cache

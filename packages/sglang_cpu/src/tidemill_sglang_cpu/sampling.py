@@ -1,4 +1,4 @@
-"""Sampling with one seed per request, on the CPU."""
+"""Sampling with one seed per request, and repetition penalties, on the CPU."""
 
 import torch
 from sglang.srt.layers.sampler import Sampler
@@ -31,6 +31,11 @@ class SeededSampler(Sampler):
         kept, token_ids = keep_top(probs, sampling_info)
         chosen = gumbel_argmax(kept, seeds, positions)
         return token_ids.gather(1, chosen[:, None]).view(-1).to(torch.int32)
+
+
+def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tensor) -> None:
+    """Multiply negative logits [B, V] by their penalty and divide the others by it, in place, without torch.compile."""
+    logits.copy_(torch.where(logits < 0, logits * scaling_penalties, logits / scaling_penalties))
 
 
 def keep_top(probs: torch.Tensor, sampling_info: SamplingBatchInfo) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,6 +55,8 @@ def check_arguments(server_args: Any) -> None:
         "device": server_args.device != "cpu",
         # SGLang sets "intel_amx" (x86) or "torch_native" (ARM) if the user passes nothing.
         "attention_backend": server_args.attention_backend not in (None, "intel_amx", "torch_native"),
+        "decode_attention_backend": server_args.decode_attention_backend not in (None, "torch_native"),
+        "prefill_attention_backend": server_args.prefill_attention_backend not in (None, "torch_native"),
         "quantization": server_args.quantization is not None,
         "speculative_algorithm": server_args.speculative_algorithm is not None,
         "enable_lora": bool(server_args.enable_lora),
