@@ -55,6 +55,9 @@ class Worker:
         self.calls["give"] += 1
         self.mailbox.give(results)
 
+    async def fail(self, number, reason):
+        self.mailbox.fail(reason)
+
     async def generate(self, prompts, timeout_s=60):
         async with asyncio.timeout(timeout_s):
             requests = [self.mailbox.generate(p, SamplingParams(), session_id="s") for p in prompts]
@@ -131,6 +134,51 @@ def test_requests_of_a_killed_worker_are_cancelled(ray_cluster):
     assert ray.get(host.counts.remote()) == (0, 2)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(pending)
+
+
+@pytest.mark.parametrize("ends", ["give", "fail"])
+def test_requests_that_are_cancelled_at_that_moment_do_not_keep_others_from_their_end(ends):
+    async def run():
+        mailbox = Mailbox("engine 3")
+        tasks = [asyncio.create_task(mailbox.generate([n], SamplingParams(), session_id="s")) for n in range(3)]
+        await asyncio.sleep(0)
+        requests, _ = await mailbox.take()
+        tasks[0].cancel()  # its future is cancelled at once, and the request a step of the loop later
+        if ends == "give":
+            mailbox.give([(request.id, EngineError("full")) for request in requests])
+        else:
+            mailbox.fail("died")
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+
+    found = asyncio.run(run())
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert ["full" in str(error) or "died" in str(error) for error in found[1:]] == [True, True]
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+class FailingEngine:
+    async def generate(self, token_ids, sampling, *, session_id):
+        raise UnpicklableError
+
+
+@ray.remote(num_cpus=0)
+class FailingHost:
+    async def serve(self, worker):
+        await serve(FailingEngine(), worker, 0)
+
+
+def test_result_that_cannot_be_sent_stops_the_engine_for_the_worker_at_once(ray_cluster):
+    worker, host = Worker.remote(), FailingHost.remote()
+    ray.get(worker.start.remote())
+    serving = host.serve.remote(worker)
+    [error] = ray.get(worker.generate.remote([[5]]), timeout=60)
+    assert "engine 0 has stopped" in str(error)
+    with pytest.raises(ray.exceptions.RayTaskError, match="pickle"):
+        ray.get(serving, timeout=60)
 
 
 def test_stopped_engine_fails_waiting_and_later_requests():

@@ -90,7 +90,7 @@ class Mailbox:
         """Deliver results; the engine calls it. Results of cancelled requests are ignored."""
         for number, result in results:
             future = self._waiting.pop(number, None)
-            if future is None:
+            if future is None or future.done():  # cancelled: a while ago, or just now
                 continue
             if isinstance(result, Exception):
                 future.set_exception(result)
@@ -104,7 +104,8 @@ class Mailbox:
         self._has_mail.set()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_exception(EngineDiedError(self._failure))
+            if not future.done():
+                future.set_exception(EngineDiedError(self._failure))
 
     def reopen(self) -> bool:
         """Accept requests: the engine has started, for the first time or again. Return whether it was not open."""
@@ -148,21 +149,26 @@ async def serve(engine: Engine, worker: Any, number: int) -> None:
             results.clear()
             await worker.give.remote(number, ready)
 
-    delivery = asyncio.create_task(deliver())
+    async def take() -> tuple[list[Request], list[int]]:
+        return await worker.take.remote(number)
+
+    delivery, mail = asyncio.create_task(deliver()), asyncio.create_task(take())
     try:
-        while not delivery.done():
-            new, cancelled = await worker.take.remote(number)
+        while True:
+            await asyncio.wait((delivery, mail), return_when=asyncio.FIRST_COMPLETED)
+            if delivery.done():
+                await delivery  # raises
+            (new, cancelled), mail = await mail, asyncio.create_task(take())
             for request in new:
                 tasks[request.id] = asyncio.create_task(run(request))
             for request_id in cancelled:
                 if request_id in tasks:
                     tasks[request_id].cancel()
-        await delivery  # raises
     except RayActorError:
         return  # the worker is gone, and its requests with it
     except Exception as error:
         worker.fail.remote(number, f"{type(error).__name__}: {error}")
         raise
     finally:
-        for task in (delivery, *tasks.values()):
+        for task in (delivery, mail, *tasks.values()):
             task.cancel()
