@@ -6,7 +6,7 @@ from tidemill_testing import tiny_model
 from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import read_config
-from tidemill_trainer.out_of_memory import DeviceMemoryError, check_device_memory
+from tidemill_trainer.out_of_memory import ENGINE_STARTS, DeviceMemoryError, check_device_memory
 from tidemill_trainer.sft.config import SFTConfig
 
 # of torch 2.11 on an H100 that an engine shares
@@ -85,7 +85,9 @@ def test_other_errors_are_left_alone(config, tmp_path):
     check_device_memory(failure("infer", "expected 3 rows, got 2", kind="ValueError"), config(), tmp_path)
     killed_by_ray = "Task was killed due to the node running low on memory. Memory on the node was 23.1GB / 24GB"
     check_device_memory(failure("infer", killed_by_ray, kind="OutOfMemoryError"), config(), tmp_path)
-    (tmp_path / "rollout_0.log").write_text("a port is in use\n")
+    before = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB."
+    smaller = "Available memory 2 GiB is less than 3 GiB, reducing max_m to 4096 to avoid out of memory"
+    (tmp_path / "rollout_0.log").write_text(f"{before}\n{ENGINE_STARTS}\n{smaller}\na port is in use\n")
     check_device_memory(failure("start_engine", "died", group="rollout_0", kind="RuntimeError"), config(), tmp_path)
 
 
@@ -104,7 +106,8 @@ def test_other_errors_are_left_alone(config, tmp_path):
 )
 @pytest.mark.parametrize("died", [True, False])
 def test_engine_without_memory_names_the_key_from_its_log(config, tmp_path, line, keys, died):
-    (tmp_path / "rollout_0.log").write_text(f"Load weight end.\n{line}\nReceived sigquit from a child process.\n")
+    log = tmp_path / "rollout_0.log"
+    log.write_text(f"{ENGINE_STARTS}\nLoad weight end.\n{line}\nReceived sigquit from a child process.\n")
     error = failure("start_engine", "Rank 0 scheduler died", group="rollout_0", kind="RuntimeError")
     if died:
         error = WorkerDiedError(group="rollout_0", rank=0, host="node:7", method="start_engine", reason="exited")

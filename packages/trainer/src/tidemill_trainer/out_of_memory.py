@@ -33,11 +33,15 @@ _PHASES: dict[str, tuple[str, tuple[Phase, ...]]] = {
 """Methods of training workers: what they do, and its phases in `tidemill plan`."""
 
 _IS_FULL = re.compile(r"OutOfMemoryError|out of memory|OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|ot enough memory")
+_IS_AVOIDED = "to avoid out of memory"
+"""Part of what SGLang logs when it takes smaller sizes."""
 _OF_HOST = "node running low on memory"
 """Part of Ray's message when it kills a process because the memory of its host is full; it says what to do."""
 _POOL_IS_SMALL = re.compile(r"(increase|raise) --mem-fraction-static", re.IGNORECASE)
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")
 _LOG_LINES = 200
+ENGINE_STARTS = "tidemill starts this engine"
+"""Line of an engine's log before each of its starts."""
 
 
 class DeviceMemoryError(RuntimeError):
@@ -112,8 +116,9 @@ def _of_engine(failure: WorkerError | WorkerDiedError, config: RunConfig, logs: 
 
 
 def memory_error(log: Path) -> str | None:
-    """Return the last line at the end of an engine's log that says that memory is full; None if there is none."""
-    lines = [line.strip() for line in tail(log, _LOG_LINES).splitlines() if _IS_FULL.search(line)]
+    """Return the last line since an engine's start in its log that says that memory is full; None if there is none."""
+    text = tail(log, _LOG_LINES).rpartition(ENGINE_STARTS)[2]
+    lines = [line.strip() for line in text.splitlines() if _IS_FULL.search(line) and _IS_AVOIDED not in line]
     return lines[-1] if lines else None
 
 

@@ -19,6 +19,7 @@ from tidemill_weight_update import BucketHandle, PauseMode, Request
 
 from tidemill_trainer.config import RolloutConfig
 from tidemill_trainer.gpus import Gpu
+from tidemill_trainer.out_of_memory import ENGINE_STARTS
 from tidemill_trainer.rollout.engine_files import EngineFiles, unlink_mapped_files
 from tidemill_trainer.rollout.exchange import serve
 from tidemill_trainer.stalls.member import join_run
@@ -186,6 +187,7 @@ class RolloutWorker(Worker):
         Args:
             gpus: in turns, the GPUs of the training workers by rank, of which the engine uses those of its ranks.
         """
+        print(ENGINE_STARTS, flush=True)  # noqa: T201 - into the engine's log
         use_gpus(gpus, self._number, self._config.tensor_parallel_size)
         self._arguments = engine_arguments(
             self._config,
