@@ -24,7 +24,10 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
             "trainer.seed=18446744073709551616",
             r"trainer\.seed must be < 18446744073709551616, got 18446744073709551616",
         ),
-        ("engine.max_token_len_per_gpu=100", r"must be <= engine\.max_token_len_per_gpu=100, got 1024"),
+        (
+            "engine.max_token_len_per_gpu=100",
+            "must be <= 100, the tokens of a micro-batch, got 1024; raise engine.max_token_len_per_gpu",
+        ),
         ("trainer.stop_at_accuracy=0.5", r"trainer\.stop_at_accuracy requires data\.val_files"),
         ("rollout.top_k=0", r"rollout\.top_k must be >= 1, or -1 for all tokens, got 0"),
         ("rollout.max_total_tokens=-3", r"rollout\.max_total_tokens must be >= 1, got -3"),
@@ -134,11 +137,22 @@ def test_router_replay_of_engine_alone_is_rejected(config_file):
         load_config(config_file, ["engine.backend=megatron", "actor.router_replay.mode=R4"])
 
 
+def test_ranks_that_share_the_tokens_of_a_row_have_room_for_longer_rows(config_file):
+    rows = ["engine.max_token_len_per_gpu=512"]
+    with pytest.raises(ConfigError, match=r"must be <= 512, the tokens of a micro-batch, got 1024"):
+        load_config(config_file, rows)
+    load_config(config_file, [*rows, "engine.ulysses_sequence_parallel_size=2", "actor.num_workers=2"])
+    megatron = [*rows, "engine.backend=megatron", "actor.num_workers=2"]
+    load_config(config_file, [*megatron, "engine.cp=2"])
+    with pytest.raises(ConfigError, match=r"must be <= 512, the tokens of a micro-batch, got 1024"):
+        load_config(config_file, [*megatron, "engine.tp=2"])  # whose ranks share weights, not tokens
+
+
 def test_reward_model_requires_room_for_one_more_token(config_file):
     rows = ["engine.max_token_len_per_gpu=1024"]
     load_config(config_file, rows)
     with pytest.raises(
-        ConfigError, match=r"must be < engine\.max_token_len_per_gpu=1024 with reward_model\.path, .*1024"
+        ConfigError, match=r"must be < 1024, the tokens of a micro-batch, with reward_model\.path, .*1024"
     ):
         load_config(config_file, [*rows, "reward_model.path=rm"])
 

@@ -227,7 +227,7 @@ class EngineConfig:
         peak_tflops: peak TFLOP/s of one device in `param_dtype`, for `BaseEngine.performance`; None uses the known
             value of common GPUs.
         max_token_len_per_gpu: maximum tokens (prompt and response, without padding) of a micro-batch on each of the
-            `ranks_per_row` ranks; a longer row is rejected.
+            ranks that share the tokens of a row; a row of more than `max_tokens` is rejected.
         micro_batch_size_per_gpu: rows per micro-batch; rejected if they exceed `max_token_len_per_gpu`. None balances
             micro-batches by tokens.
         timeout_s: timeout of collectives, in seconds.
@@ -262,6 +262,11 @@ class EngineConfig:
     def ranks_per_row(self) -> int:
         """Number of ranks that work on the same rows."""
         return 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a micro-batch, and so of a row."""
+        return self.max_token_len_per_gpu * self.ranks_per_row
 
     @property
     def replays_routing(self) -> bool:

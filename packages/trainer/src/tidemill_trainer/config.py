@@ -66,7 +66,7 @@ class RolloutConfig:
         device: "auto" selects CUDA if Ray has GPUs.
         dtype: dtype of the engine's weights.
         quantization: "fp8": projections in float8 with a scale per block of 128 x 128, quantized at each weight update;
-            requires GPUs and FSDP2. `tidemill eval` uses `dtype`. None: all weights have `dtype`.
+            requires GPUs. `tidemill eval` uses `dtype`. None: all weights have `dtype`.
         num_engines: number of engines that share the prompts.
         tensor_parallel_size: devices per engine.
         num_gpus_per_engine: GPUs that Ray reserves per engine; a fraction shares a device with the trainer. None
@@ -332,7 +332,7 @@ class Config(RunConfig):
 
     def _check_lengths(self) -> None:
         longest = self.data.max_prompt_length + self.rollout.response_length
-        cap = self.engine.max_token_len_per_gpu
+        cap = self.engine.max_tokens
         replayed = max(self.rollout.response_lengths, default=0)
         require(
             replayed <= self.rollout.response_length,
@@ -341,12 +341,12 @@ class Config(RunConfig):
         )
         require(
             longest <= cap,
-            f"data.max_prompt_length + rollout.response_length must be <= engine.max_token_len_per_gpu={cap}, "
-            f"got {longest}; raise engine.max_token_len_per_gpu",
+            f"data.max_prompt_length + rollout.response_length must be <= {cap}, the tokens of a micro-batch, got "
+            f"{longest}; raise engine.max_token_len_per_gpu",
         )
         require(
             self.reward_model.path is None or longest < cap,
-            f"data.max_prompt_length + rollout.response_length must be < engine.max_token_len_per_gpu={cap} with "
+            f"data.max_prompt_length + rollout.response_length must be < {cap}, the tokens of a micro-batch, with "
             f"reward_model.path, because the reward model reads one more token, got {longest}; raise "
             "engine.max_token_len_per_gpu",
         )

@@ -105,7 +105,7 @@ def _estimate(folder, model, case, num_gpus, tokens):
             expert_tensor_parallel_size=1 if ep > 1 else None,
             num_layers_in_last_pipeline_stage=last,
             sequence_parallel=tp > 1,
-            max_token_len_per_gpu=tokens // (tp * pp),
+            max_token_len_per_gpu=tokens,
         )
     else:
         engine = FSDP2Config(

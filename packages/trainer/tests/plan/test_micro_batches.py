@@ -86,7 +86,7 @@ def test_configuration_is_unchanged_if_nothing_fits_or_the_model_is_missing(conf
 def test_megatron_has_no_gathered_weights_to_keep(config):
     made = config("4B", "engine.backend=megatron", "engine.tp=2", num_gpus=4)
     engine = with_micro_batches(made, (), 4, 139.8 * GIB).engine
-    assert engine.max_token_len_per_gpu == 16384
+    assert engine.max_token_len_per_gpu == 32768  # of which each rank keeps half
 
 
 @pytest.mark.parametrize(

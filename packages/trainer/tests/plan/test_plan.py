@@ -4,14 +4,15 @@ import pytest
 from tidemill_engines import EngineRegistry, FSDP2Config, MegatronConfig, ModelConfig
 from tidemill_engines.fsdp2.value_model import FSDP2ValueModel
 from tidemill_testing.tiny import tiny_model
-from tidemill_trainer.cli import main
+from tidemill_trainer.bench.shapes import SHAPES
+from tidemill_trainer.cli import BENCH_CONFIG, main
 from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.gpus import placed
 from tidemill_trainer.plan.check import check_memory
 from tidemill_trainer.plan.engine import engine_memory, megatron_params
 from tidemill_trainer.plan.model import count_model
-from tidemill_trainer.plan.phases import PHASES
-from tidemill_trainer.plan.traffic import Steps
+from tidemill_trainer.plan.phases import PHASES, kv_cache_token_bytes
+from tidemill_trainer.plan.traffic import Steps, bytes_per_step
 from transformers import AutoModelForCausalLM
 
 
@@ -197,3 +198,73 @@ def test_run_whose_placement_cannot_fit_is_refused_with_phase_and_key(tmp_path, 
     assert "this may not fit: forward/backward requires" in terminal.getvalue()
     with pytest.raises(ConfigError, match=r"forward/backward requires .* most of it is engine KV pool .*turns"):
         check_memory(config, 0.8 * total, progress)
+
+
+def _count(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return count_model(ModelConfig(path=str(folder)))
+
+
+def test_experts_of_models_without_a_size_of_their_own(tmp_path):
+    sizes = _count(
+        tmp_path,
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=128,
+    )
+    assert (sizes.num_experts, sizes.num_copies, sizes.inner) == (8, 2, 2 * 96)
+    assert sizes.experts == 2 * 8 * 3 * 64 * 96
+    assert sizes.largest == 8 * 2 * 64 * 96  # gate and up of all experts of a layer
+
+
+def test_kv_cache_of_latent_attention_is_that_of_one_head(tmp_path):
+    sizes = _count(
+        tmp_path,
+        model_type="deepseek_v3",
+        architectures=["DeepseekV3ForCausalLM"],
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+        vocab_size=128,
+    )
+    assert (sizes.query, sizes.inner, sizes.num_experts) == (4 * 32, 2 * 32 + 2 * 32, 4)
+    for tp in (1, 4):
+        config = load_config(BENCH_CONFIG, [f"rollout.tensor_parallel_size={tp}", "rollout.dtype=bfloat16"])
+        assert kv_cache_token_bytes(config, sizes) == (16 + 8) * 3 * 2
+
+
+@pytest.mark.parametrize(("tp", "copies"), [(1, 1), (4, 1), (8, 1), (16, 2)])
+def test_ranks_beyond_the_key_heads_have_copies_of_the_kv_cache(tmp_path, tp, copies):
+    sizes = _count(tmp_path, **SHAPES["qwen3-0.6b"])
+    config = load_config(BENCH_CONFIG, [f"rollout.tensor_parallel_size={tp}", "rollout.dtype=bfloat16"])
+    assert kv_cache_token_bytes(config, sizes) == 2 * 8 * 128 * 28 * 2 * copies / tp
+
+
+def test_long_rows_have_micro_batches_of_their_own(tmp_path):
+    sizes = _count(tmp_path, **SHAPES["qwen3-0.6b"])
+    lengths = ["data.max_prompt_length=1000", "rollout.response_length=8000", "actor.num_workers=2"]
+    batch = ["data.train_batch_size=8", "rollout.n=8", "engine.max_token_len_per_gpu=16384"]
+    config = load_config(BENCH_CONFIG, [*lengths, *batch, "engine.reshard_after_forward=true"])
+    moved = bytes_per_step(config, sizes)["all-gather per rank and optimizer step"]
+    assert moved == sizes.total / 2 * 4 * 2 * 32  # float32 on a CPU; 32 rows of a rank, one per micro-batch

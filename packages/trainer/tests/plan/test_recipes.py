@@ -24,7 +24,7 @@ README = Path(__file__).parents[2] / "README.md"
 def test_recipe_fits_and_states_its_memory(recipe, shape, num_gpus, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     file = RECIPES / f"{recipe}.toml"
-    command = ["plan", str(file), f"model.path={tmp_path}", "--device-memory", "141GB", "--num-gpus", str(num_gpus)]
+    command = ["plan", str(file), f"model.path={tmp_path}", "--device-memory", "139GiB", "--num-gpus", str(num_gpus)]
     assert main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["problems"] == []

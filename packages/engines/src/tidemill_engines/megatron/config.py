@@ -149,6 +149,10 @@ class MegatronConfig(EngineConfig):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def max_tokens(self) -> int:
+        return self.max_token_len_per_gpu * self.context_parallel_size
+
+    @property
     def replays_routing(self) -> bool:
         return self.router_replay
 

@@ -6,7 +6,7 @@ from typing import Any
 from tidemill_trainer.config import Config
 from tidemill_trainer.plan.engine import ITEM_BYTES
 from tidemill_trainer.plan.model import ModelSizes
-from tidemill_trainer.plan.phases import kv_cache_token_bytes
+from tidemill_trainer.plan.phases import engine_ranks, kv_cache_token_bytes
 
 # Bytes per second, from the data sheet of the SXM variant.
 _PEAK_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "A100": 2.039e12}
@@ -35,11 +35,10 @@ def decode_bytes(config: Config, model: ModelSizes, metrics: Mapping[str, Any], 
     num_responses, engines = num_generated / max(mean, 1.0), config.rollout.num_engines
     read = model.total - (0 if model.has_tied_head else model.embedding)
     if model.num_copies:
-        num_experts = model.experts / model.num_layers / (3 * model.hidden * (model.inner / model.num_copies))
-        missed = (1 - model.num_copies / num_experts) ** (num_responses / engines)
+        missed = (1 - model.num_copies / model.num_experts) ** (num_responses / engines)
         read -= model.experts * missed
     in_layers = read - model.embedding  # the head has the size of the embedding
     read_bytes = model.embedding * element + in_layers * (1 if config.rollout.quantization == "fp8" else element)
     weights = engines * metrics["response_length/max"] * read_bytes
     positions = metrics["prompt_length/mean"] * mean + (std**2 + mean**2 + mean) / 2  # of a response, summed up
-    return weights + num_responses * positions * kv_cache_token_bytes(config, model)
+    return weights + num_responses * positions * kv_cache_token_bytes(config, model) * engine_ranks(config)

@@ -99,7 +99,7 @@ def _megatron(sizes: ModelSizes, model: ModelConfig, engine: MegatronConfig, wor
     if engine.use_distributed_optimizer:
         replicas = world_size / (tp * pp)
         of_experts = world_size / (engine.expert_model_parallel_size * engine.expert_tp * pp)
-    tokens = engine.max_token_len_per_gpu * tp * pp
+    tokens = engine.max_token_len_per_gpu
     share = tp if engine.sequence_parallel else 1
     layer = _layer_bytes(sizes, _FUSED, tp=tp, share=share) * item / 2
     recomputed = engine.recomputed(model)

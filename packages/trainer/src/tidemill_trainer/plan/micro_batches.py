@@ -53,7 +53,8 @@ def _micro_batches(config: Config, given: Collection[str]) -> list[Config]:
     engine = config.engine
     tokens = [engine.max_token_len_per_gpu]
     if "engine.max_token_len_per_gpu" not in given:
-        tokens = [each for each in _TOKENS if each >= has_room_for] or tokens
+        sized = [replace(engine, max_token_len_per_gpu=each) for each in _TOKENS]
+        tokens = [each.max_token_len_per_gpu for each in sized if each.max_tokens >= has_room_for] or tokens
     options = [replace(engine, max_token_len_per_gpu=each) for each in tokens]
     if isinstance(engine, FSDP2Config) and "engine.reshard_after_forward" not in given:
         kept = [replace(each, reshard_after_forward=False) for each in options]

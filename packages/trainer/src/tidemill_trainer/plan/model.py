@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tidemill_engines.config import ModelConfig
 from tidemill_engines.fsdp2.lora import add_adapters
 from tidemill_engines.fsdp2.model import build_model, decoder_layers, freeze
+from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,7 @@ class ModelSizes:
         trainable: parameters that the optimizer updates.
         root: parameters outside of the layers: embeddings, head and last norm.
         embedding: parameters of the embeddings.
+        largest: parameters of the largest weight; the experts of a layer are one.
         has_tied_head: whether head and embeddings are one parameter.
         layer: parameters of the largest layer.
         experts: parameters of all routed experts.
@@ -23,8 +25,11 @@ class ModelSizes:
         num_layers: number of decoder layers.
         hidden: hidden size.
         query, key: size of all heads of queries, and of all heads of keys.
+        cached: elements of the KV cache of a token in one layer.
+        cached_heads: heads that tensor-parallel ranks of an engine divide the cache by; 1 for latent attention (MLA).
         inner: intermediate size of the MLP of a token: for a MoE model, that of all its experts.
-        num_copies: experts of a token; 0 for a dense model.
+        num_experts: routed experts of a layer; 0 for a dense model.
+        num_copies: routed experts of a token; 0 for a dense model.
         vocab: size of the vocabulary.
     """
 
@@ -32,6 +37,7 @@ class ModelSizes:
     trainable: int
     root: int
     embedding: int
+    largest: int
     has_tied_head: bool
     layer: int
     experts: int
@@ -40,7 +46,10 @@ class ModelSizes:
     hidden: int
     query: int
     key: int
+    cached: int
+    cached_heads: int
     inner: int
+    num_experts: int
     num_copies: int
     vocab: int
 
@@ -72,22 +81,42 @@ def count_model(config: ModelConfig, *, is_value: bool = False) -> ModelSizes:
     if is_value:  # `score.weight` and `score.bias` replace the head
         removed = 0 if is_tied else embedding
         total, trainable = total - removed + text.hidden_size + 1, trainable - removed + text.hidden_size + 1
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    num_copies = text.num_experts_per_tok if experts else 0
+    num_experts = max((p.shape[0] for name, p in in_layers if ".experts." in name), default=0)
     return ModelSizes(
         total=total,
         trainable=trainable,
         root=total - sum(layers),
         embedding=embedding,
+        largest=max(p.numel() for p in params.values()),
         has_tied_head=is_tied,
         layer=max(layers, default=0),
         experts=experts,
         replicated=replicated,
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        query=text.num_attention_heads * head_dim,
-        key=text.num_key_value_heads * head_dim,
-        inner=num_copies * text.moe_intermediate_size if experts else text.intermediate_size,
-        num_copies=num_copies,
+        **_attention(text),
+        inner=_inner(text) if experts else text.intermediate_size,
+        num_experts=num_experts,
+        num_copies=text.num_experts_per_tok if experts else 0,
         vocab=text.vocab_size,
     )
+
+
+def _attention(text: PretrainedConfig) -> dict[str, int]:
+    """Return the sizes of attention; latent attention caches one vector and a rotary part for all heads."""
+    heads = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None) is not None:
+        size = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+        return {"query": size, "key": size, "cached": text.kv_lora_rank + text.qk_rope_head_dim, "cached_heads": 1}
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key = text.num_key_value_heads * head_dim
+    return {"query": heads * head_dim, "key": key, "cached": 2 * key, "cached_heads": text.num_key_value_heads}
+
+
+def _inner(text: PretrainedConfig) -> int:
+    """Return the intermediate size of all experts of a token, routed and shared."""
+    size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", None)
+    if shared is None:
+        shared = (getattr(text, "n_shared_experts", None) or 0) * size
+    return text.num_experts_per_tok * size + shared

@@ -102,14 +102,14 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) -> list[Part]:
     """Return weights and KV pool of an engine on each of its devices, in bytes.
 
-    Weights: `engine_weight_bytes` / tp. KV pool: `kv_cache_token_bytes` / tp for each token, with
+    Weights: `engine_weight_bytes` / tp. KV pool: `kv_cache_token_bytes` for each token, with
     `rollout.max_total_tokens`; else what `mem_fraction_static` of the device leaves after the weights.
     """
     rollout = config.rollout
     args = rollout.engine_args
-    tp = args.get("tp_size", rollout.tensor_parallel_size)
+    tp = engine_ranks(config)
     weights = engine_weight_bytes(config, sizes) / tp
-    token = kv_cache_token_bytes(config, sizes) / tp
+    token = kv_cache_token_bytes(config, sizes)
     pool = args.get("max_total_tokens", rollout.max_total_tokens)
     longest = config.data.max_prompt_length + rollout.response_length
     fraction = args.get("mem_fraction_static", rollout.mem_fraction_static)
@@ -128,10 +128,18 @@ def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) 
 
 
 def kv_cache_token_bytes(config: Config, sizes: ModelSizes) -> float:
-    """Return the bytes of the keys and values of a token: 2 x size of keys x layers x dtype of the KV cache."""
+    """Return the bytes of a token in the KV cache of each rank of an engine.
+
+    They are elements x layers x dtype, divided by tp, but at most by the number of key heads: more ranks have copies.
+    """
     dtype = config.rollout.engine_args.get("kv_cache_dtype", "auto")
     item = 1 if dtype.startswith("fp8") else ITEM_BYTES[config.rollout.dtype]
-    return 2 * sizes.key * sizes.num_layers * item
+    return sizes.cached * sizes.num_layers * item / min(engine_ranks(config), sizes.cached_heads)
+
+
+def engine_ranks(config: Config) -> int:
+    """Return the tensor-parallel ranks of an engine."""
+    return config.rollout.engine_args.get("tp_size", config.rollout.tensor_parallel_size)
 
 
 def engine_weight_bytes(config: Config, sizes: ModelSizes) -> float:
@@ -151,8 +159,9 @@ def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
     engine, num_workers = config.engine, config.actor.num_workers
     if not engine.param_offload:
         return []
-    weights = engine_memory(sizes, config.model, engine, num_workers).params
-    return [_part(config, "policy", "weights", weights * sizes.embedding / sizes.total, at_work=True)]
+    largest = sizes.largest if isinstance(engine, FSDP2Config) else sizes.embedding  # Megatron has each expert alone
+    num_bytes = engine_memory(sizes, config.model, engine, num_workers).params * largest / sizes.total
+    return [_part(config, "policy", "weights", num_bytes, at_work=True)]
 
 
 def _training_parts(

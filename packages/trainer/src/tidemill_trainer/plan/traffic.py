@@ -63,9 +63,11 @@ def bytes_per_step(config: Config, sizes: ModelSizes) -> dict[str, float]:
     moved: dict[str, float] = {"weights to engines": sent * config.rollout.num_engines}
     if isinstance(engine, FSDP2Config):
         n = config.actor.num_workers if engine.fsdp_size == -1 else engine.fsdp_size
-        tokens = steps.episodes * longest / config.actor.num_workers  # of each rank
-        num_micro = max(1, -(-tokens // engine.max_token_len_per_gpu)) if engine.reshard_after_forward else 1
-        passes = 2 * num_micro if engine.reshard_after_forward else 1
+        num_micro = passes = 1
+        if engine.reshard_after_forward:
+            rows = -(-steps.episodes * engine.ranks_per_row // config.actor.num_workers)  # of each data-parallel part
+            num_micro = -(-rows // max(1, engine.max_tokens // longest))
+            passes = 2 * num_micro
         part = (n - 1) / n
         moved["all-gather per rank and optimizer step"] = part * sizes.total * ITEM_BYTES[engine.param_dtype] * passes
         reduced = part * sizes.trainable * ITEM_BYTES[engine.reduce_dtype] * num_micro

@@ -69,7 +69,7 @@ class SFTConfig(RunConfig):
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
-        longest = self.engine.max_token_len_per_gpu * self.engine.ranks_per_row
+        longest = self.engine.max_tokens
         require(
             self.data.max_length <= longest,
             f"data.max_length must be <= {longest}, the tokens of a micro-batch, got {self.data.max_length}; lower it, "
