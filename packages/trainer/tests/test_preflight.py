@@ -12,6 +12,31 @@ from tidemill_trainer.config_file import ConfigError, load_config
 from tidemill_trainer.doctor.machine import check_machine
 from tidemill_trainer.preflight import check_model
 
+_LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 128,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
 
 def _check(assets, progress, *overrides):
     config = load_config(DEMO_CONFIG, [*assets, *overrides])
@@ -52,14 +77,23 @@ def test_engine_settings_that_do_not_match_the_model_are_rejected(assets, progre
     ("model", "settings", "message"),
     [
         ({}, [], None),
-        ({"head_dim": 64}, [], r"the size of attention heads is a multiple of 128, got 64; set engine.backend"),
+        ({"head_dim": 64}, [], r"the size of attention heads is a multiple of 128, got 64; change .* engine.backend"),
+        ({"head_dim": 64}, ["engine.backend=fsdp2"], None),
         ({"intermediate_size": 3200}, [], None),
         ({"intermediate_size": 3200}, ["engine.tp=2"], r"intermediate_size / 2 tensor-parallel ranks .*, got 1600"),
-        ({"head_dim": 64, "intermediate_size": 3200}, ["engine.backend=fsdp2"], None),
+        ({"intermediate_size": 3200}, ["rollout.tensor_parallel_size=2"], r"rollout.tensor_parallel_size .*, got 1600"),
+        (_LATENT, [], None),
+        (_LATENT, ["engine.tp=2", "engine.sequence_parallel=true"], r"queries of 1 heads .* of 128, got 192"),
+        (
+            _LATENT | {"num_attention_heads": 4, "n_shared_experts": 1},
+            ["engine.tp=2", "engine.sequence_parallel=true", "engine.expert_tensor_parallel_size=1"],
+            r"the intermediate size of shared experts / 2 ranks is a multiple of 128, got 64",
+        ),
     ],
 )
-def test_parts_of_megatron_that_cut_blocks_of_float8_are_rejected(tmp_path, model, settings, message):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"] | model))
+def test_parts_of_weights_that_cut_blocks_of_float8_are_rejected(tmp_path, model, settings, message):
+    shape = model if "model_type" in model else SHAPES["qwen3-0.6b"] | model
+    (tmp_path / "config.json").write_text(json.dumps(shape))
     overrides = ["engine.backend=megatron", "rollout.quantization=fp8", "rollout.device=cuda", "actor.num_workers=2"]
     config = load_config(BENCH_CONFIG, [*overrides, *settings, f"model.path={tmp_path}"])
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):

@@ -31,8 +31,18 @@ def check_model(config: Config, *, reads_weights: bool = True) -> None:
     heads, size = model.get("num_attention_heads"), config.rollout.tensor_parallel_size
     if heads is not None and heads % size:
         raise ConfigError(f"rollout.tensor_parallel_size={size} must divide the {heads} attention heads of the model")
-    if config.rollout.quantization == "fp8" and isinstance(config.engine, MegatronConfig):
-        _check_blocks(config.engine, Architecture.read(Path(config.model.path)))
+    kv_heads = model.get("num_key_value_heads")
+    if kv_heads is not None and "kv_lora_rank" not in model and kv_heads % size and size % kv_heads:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={size} must divide the {kv_heads} key and value heads of the model, or be a "
+            "multiple of them"
+        )
+    if config.rollout.quantization == "fp8":
+        inner = next((key for key in ("moe_intermediate_size", "intermediate_size") if key in model), None)
+        if inner is not None:
+            _require_blocks({f"{inner} / rollout.tensor_parallel_size": model[inner] // size})
+        if isinstance(config.engine, MegatronConfig):
+            _require_blocks(_divided(config.engine, Architecture.read(Path(config.model.path))))
 
 
 def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: bool = True) -> dict[str, Any]:
@@ -52,10 +62,10 @@ def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: b
     """
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
-        hub = "; download a model first, for example with: hf download ORG/NAME --local-dir FOLDER"
+        hub = "download a model first, for example with: hf download ORG/NAME --local-dir FOLDER"
+        hint = "give the folder with config.json, tokenizer and weights" if path.exists() else hub
         raise ConfigError(
-            f"config key model.path: expected a Hugging Face model in {path.absolute()}, found no config.json"
-            f"{'' if path.exists() else hub}"
+            f"config key model.path: expected a Hugging Face model in {path.absolute()}, found no config.json; {hint}"
         )
     model = _read_config(path / "config.json")
     limit = model.get("max_position_embeddings")
@@ -74,24 +84,40 @@ def check_policy(config: RunConfig, longest: int, keys: str, *, reads_weights: b
     return model
 
 
-def _check_blocks(engine: MegatronConfig, architecture: Architecture) -> None:
-    """Check that the parts of weights that Megatron exports consist of whole blocks of float8.
+def _divided(engine: MegatronConfig, architecture: Architecture) -> dict[str, int]:
+    """Return the sizes of the parts of weights that Megatron exports, by their description.
 
-    Each key and value head of a layer is a part; MLPs are divided among tensor-parallel ranks.
+    Each key and value head of a layer is a part, without latent attention; other weights are divided among
+    tensor-parallel ranks.
     """
     a, tp, etp = architecture, engine.tensor_model_parallel_size, engine.expert_tp
     sizes = {}
     if a.latent is None:
         sizes["the size of attention heads"] = a.head_dim
+    elif tp > 1:
+        heads = a.num_attention_heads // tp
+        for name, size in (
+            ("queries", a.head_dim),
+            ("keys and values", a.latent.qk_nope_head_dim + a.latent.v_head_dim),
+            ("values", a.latent.v_head_dim),
+        ):
+            sizes[f"the size of the {name} of {heads} heads"] = heads * size
     if tp > 1 and (a.num_dense_layers or not a.num_experts):
         sizes[f"intermediate_size / {tp} tensor-parallel ranks"] = a.intermediate_size // tp
+    if tp > 1 and a.shared_intermediate_size:
+        sizes[f"the intermediate size of shared experts / {tp} ranks"] = a.shared_intermediate_size // tp
     if etp > 1 and a.num_experts:
         sizes[f"moe_intermediate_size / {etp} ranks per expert"] = a.moe_intermediate_size // etp
+    return sizes
+
+
+def _require_blocks(sizes: dict[str, int]) -> None:
+    """Check that parts of weights consist of whole blocks of float8."""
     for name, size in sizes.items():
         if size % BLOCK:
             raise ConfigError(
-                f'rollout.quantization="fp8" with engine.backend="megatron" requires that {name} is a multiple of '
-                f'{BLOCK}, got {size}; set engine.backend="fsdp2" or remove rollout.quantization'
+                f'rollout.quantization="fp8" requires that {name} is a multiple of {BLOCK}, got {size}; change '
+                "parallel sizes or engine.backend, or remove rollout.quantization"
             )
 
 
