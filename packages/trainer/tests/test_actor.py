@@ -29,6 +29,7 @@ def test_reference_and_critic_share_the_processes_of_the_policy(learner, rows, t
         batch, _ = made.add_advantages(made.infer(trained), episodes)
         metrics.append(made.update(batch, step)[1])
     assert "actor/pg_loss" not in metrics[0]  # the critic alone
+    assert all(each["timing_s/update_critic"] > 0 for each in metrics)
     assert torch.equal(ragged.values(batch["ref_log_prob"]), ragged.values(before["ref_log_prob"]))
     assert metrics[1]["actor/kl_loss"] == 0.0
     assert metrics[2]["actor/kl_loss"] > 0.0

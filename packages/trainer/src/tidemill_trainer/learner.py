@@ -1,6 +1,7 @@
 """The learning side of a step: log-probs, advantages and the updates of policy and critic."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, zip_longest
@@ -165,6 +166,7 @@ class Learner:
         if self._algorithm.is_on_policy:
             return self._update_on_policy(batch)
         config, steps = self._config, dict[str, list[dict[str, float]]](critic=[], actor=[])
+        critic_s = 0.0  # without the policy
         has_critic = "critic" in self._roles
         critic = self._critic_batches(batch, step) if has_critic else iter(())
         is_warmup = has_critic and step <= config.critic.warmup_steps
@@ -172,14 +174,16 @@ class Learner:
         is_parallel = has_critic and self._groups.of("critic") is not self._groups.actor
         one_by_one = chain(((each, None) for each in critic), ((None, each) for each in actor))
         for for_critic, for_actor in zip_longest(critic, actor) if is_parallel else one_by_one:
-            calls = {}
+            calls, start = {}, time.monotonic()
             if for_critic is not None:
                 calls["critic"] = self._groups.of("critic").update_critic(for_critic)
             if for_actor is not None:
                 calls["actor"] = self._groups.actor.update_actor(for_actor)
             for role, call in calls.items():
                 steps[role].append(call.get()[0])
-        return batch, {name: value for each in steps.values() if each for name, value in mean_metrics(each).items()}
+            critic_s += time.monotonic() - start if for_actor is None else 0.0
+        metrics = {name: value for each in steps.values() if each for name, value in mean_metrics(each).items()}
+        return batch, metrics | ({"timing_s/update_critic": critic_s} if critic_s else {})
 
     @property
     def is_on_policy(self) -> bool:

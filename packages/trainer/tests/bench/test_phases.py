@@ -53,6 +53,11 @@ def test_an_engine_without_parts_has_one_update():
     assert phase_seconds(line, 10.2, overlaps=False)["rest of the update"] == 3.0
 
 
+def test_update_of_the_critic_is_not_idle_time():
+    phases = phase_seconds(LINE | {"timing_s/update_critic": 0.5}, 10.2, overlaps=False)
+    assert (phases["update of the critic"], phases["rest of the update"]) == (0.5, pytest.approx(0.2))
+
+
 def test_waiting_is_no_more_than_generation():
     phases = phase_seconds(LINE | {"episode/seconds/max": 60.0}, 10.2, overlaps=False)
     assert (phases.get("generation"), phases["waiting for the last episodes"]) == (None, 5.0)

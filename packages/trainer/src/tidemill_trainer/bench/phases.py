@@ -19,6 +19,7 @@ NOTES = {
     "onload and offload of the engines": "memory of weights and KV pool, in turns",
     "log-probs": "of the policy and other roles, and scores of a reward model; with their onload and offload",
     "scores and advantages": "in the driver, and metrics of the batch",
+    "update of the critic": "while the policy is not trained, which is part of its update",
     "rest of the update": "idle GPUs: the batch is planned, sent to the workers and collected",
     "other": "idle GPUs: ledger, metrics, checks and files in the driver",
 }
@@ -52,6 +53,7 @@ def phase_seconds(metrics: Mapping[str, Any], wall_s: float, *, overlaps: bool) 
     phases = {"waiting for episodes": gen} if overlaps else _generation(metrics, gen)
     update, weights = taken["update_actor"], taken["update_weights"]
     parts = {title: metrics.get(f"perf/{part}_s/actor", 0.0) for part, title in _ENGINE.items()}
+    parts["update of the critic"] = taken.get("update_critic", 0.0)
     in_turns = "rollout/release_s" in metrics
     sent = min(metrics["weight_update/seconds"], weights) if in_turns else weights
     phases |= {
