@@ -81,16 +81,16 @@ class RunDir:
         _append(self.forks, forks)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return list(_read(self.metrics))
+        return list(read_lines(self.metrics))
 
     def read_rollouts(self) -> list[dict[str, Any]]:
         return list(self.iter_rollouts())
 
     def iter_rollouts(self) -> Iterator[dict[str, Any]]:
-        return _read(self.rollouts)
+        return read_lines(self.rollouts)
 
     def read_forks(self) -> list[dict[str, Any]]:
-        return list(_read(self.forks))
+        return list(read_lines(self.forks))
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest complete checkpoint; None if there is none."""
@@ -98,7 +98,7 @@ class RunDir:
 
     def has_data(self) -> bool:
         """Return whether the run has metrics or a checkpoint. A run whose start failed has neither."""
-        return next(_read(self.metrics), None) is not None or self.newest_checkpoint() is not None
+        return next(read_lines(self.metrics), None) is not None or self.newest_checkpoint() is not None
 
     def how_to_continue(self, command: str, *, saves: bool) -> str:
         """Return how to continue a run of `tidemill {command}` that stopped early, for the user.
@@ -123,10 +123,10 @@ class RunDir:
 
     def begin(self, warn: Callable[[str], None]) -> None:
         """Move the metrics of an attempt without a checkpoint to a folder of their own, and report it to `warn`."""
-        if next(_read(self.metrics), None) is not None:
+        if next(read_lines(self.metrics), None) is not None:
             folder = self.path / f"stopped-{time.strftime('%Y%m%d-%H%M%S')}"
             folder.mkdir()
-            for file in filter(Path.is_file, (self.metrics, self.rollouts, self.forks)):
+            for file in filter(Path.exists, (self.metrics, self.rollouts, self.forks, self.path / "loggers")):
                 file.rename(folder / file.name)
             warn(f"the run has no checkpoint, so it begins again; the metrics of its steps are now in {folder}")
         self.remove_after(-1)  # an incomplete line
@@ -136,7 +136,7 @@ class RunDir:
         for file in filter(Path.is_file, (self.metrics, self.rollouts, self.forks)):
             partial = file.with_suffix(".partial")
             partial.unlink(missing_ok=True)
-            _append(partial, (row for row in _read(file) if row["step"] <= step))
+            _append(partial, (row for row in read_lines(file) if row["step"] <= step))
             partial.replace(file)
 
 
@@ -313,7 +313,8 @@ def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         lines.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of JSON; none if it does not exist."""
     if not file.is_file():
         return
     with file.open() as lines:

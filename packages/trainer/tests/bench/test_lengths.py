@@ -26,7 +26,8 @@ def test_lengths_of_a_run_have_its_percentiles(tmp_path):
     known = {f"p{percent}": 10.0 * percent for percent in QUANTILES} | {"min": 5.0, "max": 1000.0}
     rows = [{"response_length/" + name: value * factor for name, value in known.items()} for factor in (0.5, 1.5)]
     file = tmp_path / "metrics.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in [{"step": 0, "val/accuracy": 0.5}, *rows]))
+    lines = [json.dumps(row) for row in [{"step": 0, "val/accuracy": 0.5}, dict.fromkeys(rows[0]), *rows]]
+    file.write_text("\n".join([*lines, '{"step": 3, "resp']))  # a killed run
     lengths = parse_lengths(str(file))
     for percent in QUANTILES:
         assert lengths[len(lengths) * percent // 100] == pytest.approx(10 * percent, abs=3)

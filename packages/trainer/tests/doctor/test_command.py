@@ -78,6 +78,7 @@ def test_doctor_writes_and_reads_where_checkpoints_will_be(doctor, assets, where
         (["none.toml"], "none.toml does not exist; check the path"),
         ([DEMO_CONFIG, "model.path=nowhere"], "expected a Hugging Face model in "),
         ([DEMO_CONFIG, "model.paht=x"], "unknown config key model.paht"),
+        ([DEMO_CONFIGS["sft"], "model.path=x", "data.train_batch_size=0"], "data.train_batch_size must be >= 1, got 0"),
         ([DEMO_CONFIGS["sft"], "model.path=x", "--log-probs"], "--log-probs requires a configuration of `tidemill tra"),
         (["--log-probs"], "--log-probs require a CONFIG.toml; add it"),
         (["--address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1: "),

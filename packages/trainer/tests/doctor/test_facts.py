@@ -51,3 +51,15 @@ def test_hidden_gpus_are_left_out(monkeypatch, tmp_path, visible, indices):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert [gpu.index for gpu in read_gpus(visible=visible)] == indices
+
+
+def test_rows_of_nvidia_smi_that_are_no_gpus_or_processes_are_left_out(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\ncase $1 in --query-gpu*)\necho 0,GPU-a,9,5; echo Unable to determine the handle of a GPU;;\n"
+        '*) echo "GPU-a, 17, python -c a, b"; echo "GPU-a, [N/A], [Not Found]"; echo no rows;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    [gpu] = read_gpus()
+    assert (gpu.index, gpu.processes) == (0, ((17, "python -c a, b"),))

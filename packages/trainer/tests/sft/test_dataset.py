@@ -146,7 +146,11 @@ def test_invalid_row_is_refused_with_file_and_number(write, row, message):
     [
         ({"messages": []}, "DPO expects the columns 'chosen' and 'rejected', got 'messages'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-        ({"chosen": [user("a"), reply("b")], "rejected": [user("c"), reply("b")]}, "must start and end with a reply"),
+        ({"chosen": [user("a"), reply("b")], "rejected": [user("c"), reply("b")]}, "2 and 2 messages the first 0 are"),
+        (
+            {"chosen": [user("a"), reply("b")], "rejected": [user("a"), reply("b"), user("c"), reply("d")]},
+            "begin with equal messages and end with different replies, but of their 2 and 4 messages the first 2 are",
+        ),
     ],
 )
 def test_invalid_pair_is_refused_with_file_and_number(write, row, message):

@@ -1,6 +1,5 @@
 """Lengths of responses to replay: fixed, recorded, or from a formula."""
 
-import json
 import math
 from pathlib import Path
 from statistics import NormalDist
@@ -9,6 +8,7 @@ import numpy as np
 
 from tidemill_trainer.config_file import ConfigError
 from tidemill_trainer.metrics import QUANTILES
+from tidemill_trainer.run_dir import read_lines
 
 _COUNT = 1024
 _SIGMA = 0.8
@@ -69,10 +69,9 @@ def recorded_lengths(metrics: Path) -> list[int]:
         ValueError: it has no percentiles.
     """
     names = ["min", *(f"p{percent}" for percent in QUANTILES), "max"]
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [row for row in rows if f"response_length/p{QUANTILES[0]}" in row]
+    rows = [row for row in read_lines(metrics) if all(row.get(f"response_length/{name}") is not None for name in names)]
     if not rows:
-        raise ValueError("no step has the metrics response_length/p*")
+        raise ValueError(f"no step has the metrics response_length/ of {', '.join(names)}")
     known = [math.fsum(row[f"response_length/{name}"] for row in rows) / len(rows) for name in names]
     at = (np.arange(_COUNT) + 0.5) / _COUNT * 100
     return [max(1, round(value)) for value in np.interp(at, [0, *QUANTILES, 100], known).tolist()]

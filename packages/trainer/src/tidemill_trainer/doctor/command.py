@@ -72,11 +72,12 @@ def doctor(
 def _read(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         return with_absolute_paths(read_config(Config, path, overrides))
-    except ConfigError:
+    except ConfigError as error:
         try:
             return with_absolute_paths(read_config(SFTConfig, path, overrides))
-        except ConfigError:
-            pass
+        except ConfigError as of_sft:
+            if "unknown config key" in str(error) and "unknown config key" not in str(of_sft):
+                raise of_sft from None
         raise  # the error of the first kind
 
 

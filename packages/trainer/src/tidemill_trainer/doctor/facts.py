@@ -155,8 +155,8 @@ def read_gpus(*, visible: str | None = None) -> tuple[GPU, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
     try:
-        rows = _query("--query-gpu=index,uuid,memory.total,memory.free")
-        apps = _query("--query-compute-apps=gpu_uuid,pid,process_name")
+        rows = _query("--query-gpu=index,uuid,memory.total,memory.free", 4)
+        apps = _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(
@@ -164,7 +164,7 @@ def read_gpus(*, visible: str | None = None) -> tuple[GPU, ...]:
             index=int(index),
             total_bytes=int(total) * _MIB,
             free_bytes=int(free) * _MIB,
-            processes=tuple((int(pid), name) for gpu, pid, name in apps if gpu == uuid),
+            processes=tuple((int(pid), name) for gpu, pid, name in apps if gpu == uuid and pid.isdecimal()),
         )
         for index, uuid, total, free in rows
         if _is_visible(index, uuid, visible)
@@ -178,7 +178,9 @@ def _is_visible(index: str, uuid: str, visible: str | None) -> bool:
     return visible is None or index in names or any(name and uuid.startswith(name) for name in names)
 
 
-def _query(what: str) -> list[list[str]]:
+def _query(what: str, num_cells: int) -> list[list[str]]:
+    """Return the rows with so many cells; the last cell may have commas."""
     command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    rows = [[cell.strip() for cell in line.split(",", num_cells - 1)] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == num_cells]  # others are messages

@@ -66,6 +66,12 @@ class Encoder:
             (number for number, both in enumerate(zip(*pair, strict=False)) if both[0] != both[1]),
             min(map(len, pair)),
         )
+        if not 0 < common < min(map(len, pair)):
+            raise ValueError(
+                f"expected chosen and rejected to begin with equal messages and end with different replies, but of "
+                f"their {len(pair[0])} and {len(pair[1])} messages the first {common} are equal; correct the row, or "
+                "give the prompt in a column of its own"
+            )
         return [
             self._fitted(self._of_reply(messages[:common], messages[common:], row.get("tools"))) for messages in pair
         ]
