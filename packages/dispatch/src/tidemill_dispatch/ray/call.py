@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -10,6 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from tidemill_dispatch.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from tidemill_dispatch.ray.failure import Failure
+from tidemill_dispatch.ray.rendezvous import HostInfo
 
 # Time from a rank's exception to the error on the driver. When a rank is killed, collectives of its peers fail at once,
 # often before Ray reports the death. The death is the cause, so the driver waits for that report.
@@ -17,17 +19,30 @@ GRACE_S = 1.0
 PING_INTERVAL_S = 2.0
 
 
+@dataclass(eq=False)
+class Generation:
+    """The processes of a group from its start, or a restart of ranks, to the next restart.
+
+    Attributes:
+        hosts: where each rank runs; empty until the workers are constructed.
+        death: error of the first call that noticed the death of a worker.
+    """
+
+    hosts: list[HostInfo] = field(default_factory=list)
+    death: WorkerDiedError | None = None
+
+    def host(self, rank: int) -> str:
+        return f"{self.hosts[rank].hostname}:{self.hosts[rank].pid}" if self.hosts else "unknown host"
+
+    def node(self, rank: int) -> str:
+        return self.hosts[rank].node_id
+
+
 class Processes(Protocol):
     """The part of a group's processes that a call uses."""
 
     workers: list[Any]
-    death: WorkerDiedError | None
-
-    def note_death(self, error: WorkerDiedError) -> None: ...
-
-    def host(self, rank: int) -> str: ...
-
-    def node(self, rank: int) -> str: ...
+    generation: Generation
 
 
 class Call:
@@ -35,6 +50,7 @@ class Call:
 
     Args:
         processes: processes of the group.
+        generation: their generation when the call was sent. The call marks it as dead, and not a later one.
         group: name of the group (with the role, if it has several).
         method: name of the method.
         receipts: small return value of each rank that runs: a `Failure`, the number of rows of its result, or None.
@@ -56,6 +72,7 @@ class Call:
         self,
         *,
         processes: Processes,
+        generation: Generation,
         group: str,
         method: str,
         receipts: Mapping[int, ray.ObjectRef],
@@ -66,6 +83,7 @@ class Call:
         upstreams: Sequence["Call"] = (),
     ):
         self.processes = processes
+        self.generation = generation
         self.group = group
         self.method = method
         self.receipts = receipts
@@ -134,7 +152,7 @@ class Call:
             self._upstreams = self._running_upstreams = ()
 
     def failure_of(self, rank: int, error: RayError) -> Failure:
-        return Failure.from_ray(self.processes.host(rank), error)
+        return Failure.from_ray(self.generation.host(rank), error)
 
     def _poll_upstreams(self, *, running_only: bool) -> None:
         for call in self._upstreams_in_order(running_only=running_only):
@@ -168,7 +186,7 @@ class Call:
             if ready:
                 self._record_receipts(ready)
             if self.pending and self.error is None:
-                self.error = self.processes.death
+                self.error = self.generation.death
 
     def _record_receipts(self, ready: list[ray.ObjectRef]) -> None:
         ranks = [self.pending.pop(ref) for ref in ready]
@@ -192,7 +210,7 @@ class Call:
             return self.failure_of(rank, error)
         except RayActorError as error:
             self.error = self._death_error(rank, error)
-            self.processes.note_death(self.error)
+            self.generation.death = self.generation.death or self.error
         except RayError as error:
             return self.failure_of(rank, error)
         return None
@@ -204,7 +222,8 @@ class Call:
                 self._started_s = time.monotonic()
                 self.error = self.error or upstream.error
             self._running_upstreams = tuple(upstream for upstream in self._running_upstreams if upstream.pending)
-            if self.pending and self.error is None and time.monotonic() >= self._next_ping_s:
+            is_current = self.generation is self.processes.generation  # a restart replaces ranks that were not called
+            if self.pending and self.error is None and is_current and time.monotonic() >= self._next_ping_s:
                 self._ping_uncalled_ranks()
             self.release_upstreams()
 
@@ -235,7 +254,7 @@ class Call:
         return WorkerDiedError(
             group=self.group,
             rank=rank,
-            host=self.processes.host(rank),
+            host=self.generation.host(rank),
             method=self.method,
             reason=" ".join(str(error).split()).split(" Some common causes include")[0],
             other_errors=self._failure_lines(sorted(self.failures)),

@@ -189,8 +189,7 @@ class RayWorkerGroup:
 
     def hosts(self) -> list[HostInfo]:
         """Return where each rank runs. Waits for the constructors as `wait_ready` does."""
-        self._processes.wait_ready()
-        return self._processes.hosts
+        return self._processes.wait_ready().hosts
 
     def check_alive(self, timeout_s: float = 1.0) -> None:
         """Check that every worker is alive, for a group that is not called for a while. Calls notice deaths themselves.
@@ -202,10 +201,12 @@ class RayWorkerGroup:
             WorkerError: a constructor raised.
         """
         self._processes.check_usable()
+        generation = self._processes.generation
         pings = {rank: worker.tidemill_ping.remote() for rank, worker in enumerate(self.workers)}
         answers = CallFuture(
             Call(
                 processes=self._processes,
+                generation=generation,
                 group=self.name,
                 method="check_alive",
                 receipts=pings,
@@ -228,6 +229,7 @@ class RayWorkerGroup:
 
         For workers that do not communicate with each other. The first call afterwards waits for the constructors, as
         `wait_ready` does. The new workers have no state: call again what set it up. Elements of `workers` change.
+        A future from before raises WorkerDiedError if a process that was replaced had not answered it.
 
         Raises:
             RuntimeError: another driver started the group, or it was shut down.
@@ -312,9 +314,9 @@ class RayWorkerGroup:
         timeout_s: float,
     ) -> CallFuture:
         self._processes.check_usable()
-        self.wait_ready()
+        generation = self._processes.wait_ready()
         name = f"{self._classes[self._role].__name__}.{method}"
-        flat_calls, upstreams = pack_calls(name, calls, self._processes.node)
+        flat_calls, upstreams = pack_calls(name, calls, generation.node)
         receipts: dict[int, ray.ObjectRef] = {}
         values: dict[int, ray.ObjectRef] = {}
         with self._processes.lock:
@@ -327,6 +329,7 @@ class RayWorkerGroup:
         return CallFuture(
             Call(
                 processes=self._processes,
+                generation=generation,
                 group=self.name,
                 method=method,
                 receipts=receipts,

@@ -73,7 +73,7 @@ def _cut_remote_parts(
     pieces: dict[int, dict[int, ray.ObjectRef]] = {index: {} for index in nodes}
     lengths = [call.receipts[rank] for rank in call.values]
     for part, (rank, value) in enumerate(call.values.items()):
-        node = call.processes.node(rank)
+        node = call.generation.node(rank)
         remote = [index for index, receiving in nodes.items() if receiving != {node}]
         if not remote:
             continue

@@ -12,9 +12,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from tidemill_dispatch.errors import WorkerDiedError
 from tidemill_dispatch.ray.actor import actor_class
-from tidemill_dispatch.ray.call import Call
+from tidemill_dispatch.ray.call import Call, Generation
 from tidemill_dispatch.ray.future import CallFuture
 from tidemill_dispatch.ray.pickling import pack, unpacked
 from tidemill_dispatch.ray.pool import RayResourcePool
@@ -51,8 +50,7 @@ class WorkerProcesses:
 
     Attributes:
         infos: references to the `HostInfo` of each rank.
-        hosts: their values once the workers are constructed.
-        death: error of the first call that noticed the death of a worker.
+        generation: where the ranks run, and whether one has died; a restart replaces it.
         lock: held while a call is sent, so that calls of several threads reach every rank in the same order.
     """
 
@@ -65,13 +63,12 @@ class WorkerProcesses:
     ):
         self.record = record
         self.workers = workers
-        self.death: WorkerDiedError | None = None
+        self.generation = Generation()
         self.lock = threading.Lock()
         self._release_resources = release_resources
         self._start = start
         self._construction: tuple[Any, dict[str, str]] | None = None
         self.infos: list[ray.ObjectRef] = []
-        self.hosts: list[HostInfo] = []
         self._ready: CallFuture | None = None
         self._closed = False
 
@@ -86,8 +83,9 @@ class WorkerProcesses:
         """Replace the processes of ranks and start the construction of their workers; `wait_ready` waits for it.
 
         Raises:
-            RuntimeError: another driver started the group.
+            RuntimeError: another driver started the group, or it was shut down.
         """
+        self._check_open()
         if self._start is None:
             raise RuntimeError(
                 f"ranks of group {self.record.name!r} can only be restarted by the driver that started the group"
@@ -99,8 +97,7 @@ class WorkerProcesses:
         for rank in ranks:
             self.workers[rank] = self._start(rank)
             self.infos[rank] = self.workers[rank].tidemill_describe.remote()
-        self.death = None
-        self.hosts = []
+        self.generation = Generation()
         self._ready = self._construct(ranks)
 
     def _construct(self, ranks: Iterable[int]) -> CallFuture:
@@ -113,6 +110,7 @@ class WorkerProcesses:
         return CallFuture(
             Call(
                 processes=self,
+                generation=self.generation,
                 group=self.record.name,
                 method="__init__",
                 receipts={rank: pair[0] for rank, pair in pairs.items()},
@@ -123,30 +121,28 @@ class WorkerProcesses:
             )
         )
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the constructor of every worker has returned. Raises as `CallFuture.get`."""
-        if self.hosts:
-            return
-        if self._ready is not None:
-            self._ready.get(timeout_s)
-        self.hosts = ray.get(self.infos)  # does not wait: the constructors needed them, or `find_processes` waited
+    def wait_ready(self, timeout_s: float | None = None) -> Generation:
+        """Wait until the constructor of every worker has returned, and return the generation of the processes.
 
-    def host(self, rank: int) -> str:
-        return f"{self.hosts[rank].hostname}:{self.hosts[rank].pid}" if self.hosts else "unknown host"
-
-    def node(self, rank: int) -> str:
-        return self.hosts[rank].node_id
-
-    def note_death(self, error: WorkerDiedError) -> None:
-        if self.death is None:
-            self.death = error
+        Raises as `CallFuture.get`.
+        """
+        generation = self.generation
+        if not generation.hosts:
+            if self._ready is not None:
+                self._ready.get(timeout_s)
+            # Does not wait: the constructors needed them, or `find_processes` waited.
+            generation.hosts = ray.get(self.infos)
+        return generation
 
     def check_usable(self) -> None:
         """Raise RuntimeError after `shutdown`, and WorkerDiedError after the death of a worker."""
+        self._check_open()
+        if self.generation.death is not None:
+            raise self.generation.death
+
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"group {self.record.name!r} was shut down; start a new one")
-        if self.death is not None:
-            raise self.death
 
     def shutdown(self) -> None:
         """Kill the workers and their child processes, release the resources, and wait for the processes to exit."""
