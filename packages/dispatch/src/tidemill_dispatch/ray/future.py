@@ -16,14 +16,16 @@ from tidemill_dispatch.sharding import DeferredRows, DeferredShard
 _WAIT_SLICE_S = 0.2
 _POLL_S = 0.005
 _FETCH_TIMEOUT_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between checks of `await`
 
 
 class CallFuture(DeferredRows):
     """Result of a method that is registered with `blocking=False`. A group creates it.
 
     `get` may be called again: it returns the same result, or raises the same error. `await future` is `get` without
-    blocking the event loop. As an argument of another call, before or after `get`, its rows are sent from worker to
-    worker. The object store keeps the rows as long as the future exists.
+    blocking the event loop; if it is cancelled, the ranks still run the call to its end. As an argument of another
+    call, before or after `get`, its rows are sent from worker to worker. The object store keeps the rows as long as the
+    future exists.
     """
 
     def __init__(self, call: Call):
@@ -60,7 +62,27 @@ class CallFuture(DeferredRows):
         return self._result[0]
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.get).__await__()
+        return self._get_when_short().__await__()
+
+    async def _get_when_short(self) -> Any:
+        """Return `get()`. Polls, because a thread that waits for the ranks could not be cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._get_is_short():
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self.get()
+
+    def _get_is_short(self) -> bool:
+        """Return whether `get` returns or raises without waiting for ranks, or for results on other nodes."""
+        call = self.call
+        call.poll(0.0)
+        if call.pending and call.error is None:
+            return time.monotonic() >= self._wait_end_s(None)
+        if self._result or call.error is not None or call.failures or not call.values:
+            return True
+        refs = list(call.values.values())
+        here, _ = ray.wait(refs, num_returns=len(refs), timeout=0)  # starts to fetch the others
+        return len(here) == len(refs) or time.monotonic() >= call.deadline_s()
 
     def chunk(self, n: int) -> list[DeferredShard]:
         """Return n shards in row order for another call, whose workers fetch the rows.
@@ -83,8 +105,7 @@ class CallFuture(DeferredRows):
     def _wait(self, timeout_s: float | None, deadline_s: float | None) -> None:
         call = self.call
         while call.pending and call.error is None:
-            until_s = call.grace_end_s if call.failures else self._deadline_s(deadline_s)
-            remaining_s = until_s - time.monotonic()
+            remaining_s = self._wait_end_s(deadline_s) - time.monotonic()
             wait_s = max(0.0, min(remaining_s, _WAIT_SLICE_S))
             if not call.failures and self._get_all(wait_s):
                 return
@@ -100,6 +121,9 @@ class CallFuture(DeferredRows):
                 self._fetch(timeout_s, max(self._deadline_s(deadline_s) - time.monotonic(), _FETCH_TIMEOUT_S))
             if call.error is None and call.failures:
                 call.finish_failed()
+
+    def _wait_end_s(self, deadline_s: float | None) -> float:
+        return self.call.grace_end_s if self.call.failures else self._deadline_s(deadline_s)
 
     def _deadline_s(self, explicit: float | None) -> float:
         return self.call.deadline_s() if explicit is None else explicit
