@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("ray")
-from tidemill_dispatch.ray import RayResourcePool, merge_resource_pool, split_resource_pool
+from tidemill_dispatch.ray import RayResourcePool, merge_resource_pool, reservation, split_resource_pool
+from tidemill_dispatch.ray.reservation import Reservation
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,22 @@ def test_wrong_splits_and_merges_are_refused():
         RayResourcePool([1], num_gpus_per_worker=3, max_colocate_count=2)
     with pytest.raises(ValueError, match="max_colocate_count must be >= 1, got 0"):
         RayResourcePool([1], max_colocate_count=0)
+    with pytest.raises(
+        ValueError, match=r"distinct_nodes=True with max_colocate_count=2 .* ranks of one group on one GPU"
+    ):
+        RayResourcePool([2, 2], num_gpus_per_worker=1, max_colocate_count=2, distinct_nodes=True)
+    RayResourcePool([1, 1], num_gpus_per_worker=1, max_colocate_count=2, distinct_nodes=True)
+
+
+def test_each_process_of_a_pool_has_its_own_limit_of_groups(monkeypatch):
+    monkeypatch.setattr(Reservation, "_reserve", lambda *_, **__: ["slot 0", "slot 1"])
+    monkeypatch.setattr(reservation, "remove_placement_groups", lambda _: None)
+    pool = RayResourcePool([2], max_colocate_count=2)
+    left, right = split_resource_pool(pool, 1)
+    left.place("left")
+    right.place("right")
+    assert pool.place("whole").slots == ("slot 0", "slot 1")
+    with pytest.raises(RuntimeError, match=r"used by groups \['right', 'whole'\], and its max_colocate_count is 2"):
+        right.place("fourth")
+    left.release("left")
+    assert left.place("again").slots == ("slot 0",)

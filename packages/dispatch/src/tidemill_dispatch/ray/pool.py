@@ -20,12 +20,13 @@ class RayResourcePool:
         distinct_nodes: the entries have a node each, and do not share one.
         num_cpus_per_worker, num_gpus_per_worker: resources of each process; processes with fractions share a device.
         max_colocate_count: number of groups that may use the pool at a time. Each of their workers has this fraction of
-            a process's resources, so that rank r of every group is on the same device.
+            a process's resources. With at most one GPU per process, rank r of every group is on the same device. With
+            more, Ray chooses which of a process's GPUs each group has.
         placement_timeout_s: timeout of the wait for free resources, in seconds.
 
     Raises:
-        ValueError: no nodes, a count below 1, negative or no resources, or several GPUs that do not divide by
-            `max_colocate_count`.
+        ValueError: no nodes, a count below 1, negative or no resources, several GPUs that do not divide by
+            `max_colocate_count`, or `distinct_nodes` with several groups and several processes with GPUs on a node.
         TypeError: `process_on_nodes` is a number.
     """
 
@@ -57,13 +58,8 @@ class RayResourcePool:
             raise ValueError("num_cpus_per_worker or num_gpus_per_worker must be > 0, got 0 for both")
         if max_colocate_count < 1:
             raise ValueError(f"max_colocate_count must be >= 1, got {max_colocate_count}")
-        share = num_gpus_per_worker / max_colocate_count
-        if share > 1 and not share.is_integer():
-            raise ValueError(
-                f"num_gpus_per_worker={num_gpus_per_worker:g} with max_colocate_count={max_colocate_count} gives "
-                f"{share:g} GPUs to each worker; Ray supports whole GPUs or a fraction of one, so use a multiple of "
-                "max_colocate_count, or at most max_colocate_count"
-            )
+        distinct_nodes = distinct_nodes and len(process_on_nodes) > 1
+        _check_gpu_share(process_on_nodes, num_gpus_per_worker, max_colocate_count, distinct_nodes=distinct_nodes)
         bundle = {"CPU": float(num_cpus_per_worker), "GPU": float(num_gpus_per_worker)}
         bundle = {kind: amount for kind, amount in bundle.items() if amount > 0}
         reservation = Reservation(
@@ -71,7 +67,7 @@ class RayResourcePool:
             bundle,
             max_colocate_count,
             placement_timeout_s,
-            distinct_nodes=distinct_nodes and len(process_on_nodes) > 1,
+            distinct_nodes=distinct_nodes,
         )
         self._slots: tuple[_Slot, ...] = tuple((reservation, index) for index in range(sum(process_on_nodes)))
         self.num_cpus_per_worker = num_cpus_per_worker
@@ -122,6 +118,23 @@ class RayResourcePool:
         pool.__dict__.update(self.__dict__)
         pool._slots = slots
         return pool
+
+
+def _check_gpu_share(
+    process_on_nodes: Sequence[int], num_gpus_per_worker: float, max_colocate_count: int, *, distinct_nodes: bool
+) -> None:
+    share = num_gpus_per_worker / max_colocate_count
+    if share > 1 and not share.is_integer():
+        raise ValueError(
+            f"num_gpus_per_worker={num_gpus_per_worker:g} with max_colocate_count={max_colocate_count} gives "
+            f"{share:g} GPUs to each worker; Ray supports whole GPUs or a fraction of one, so use a multiple of "
+            "max_colocate_count, or at most max_colocate_count"
+        )
+    if distinct_nodes and num_gpus_per_worker > 0 and max_colocate_count > 1 and max(process_on_nodes) > 1:
+        raise ValueError(
+            f"distinct_nodes=True with max_colocate_count={max_colocate_count} and several processes with GPUs on a "
+            "node would place ranks of one group on one GPU while others are free; use distinct_nodes=False"
+        )
 
 
 def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:

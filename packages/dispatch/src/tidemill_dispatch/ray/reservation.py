@@ -61,7 +61,7 @@ class Reservation:
     Args:
         process_on_nodes: bundles per node.
         bundle: resources of each process, for example {"CPU": 1.0}.
-        max_users: number of groups that may use a bundle at a time.
+        max_users: number of groups that may use a slot at a time.
         timeout_s: timeout of the wait for free resources, in seconds.
         distinct_nodes: whether each entry of `process_on_nodes` has a node of its own.
     """
@@ -92,8 +92,9 @@ class Reservation:
             RuntimeError: the resources were not free before the timeout, or other groups of this driver use the slots.
         """
         wanted = frozenset(indices)
-        others = [name for name, taken in self._users if taken & wanted]
-        if len(others) >= self._max_users:
+        full = {index for index in wanted if sum(index in taken for _, taken in self._users) >= self._max_users}
+        if full:
+            others = [name for name, taken in self._users if taken & full]
             raise RuntimeError(
                 f"the pool of group {user!r} is used by groups {others}, and its max_colocate_count is "
                 f"{self._max_users}; shut them down first, raise max_colocate_count, or use another pool"
