@@ -54,3 +54,34 @@ def test_register_refuses_generator_functions():
     for fn in (several, several_later):
         with pytest.raises(TypeError, match="is a generator function, which cannot be registered"):
             register(Dispatch.ONE_TO_ALL)(fn)
+
+
+def undecorated_name(fn):
+    def wrapper(self):
+        return fn(self)
+
+    return wrapper
+
+
+class Renamed(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    @undecorated_name
+    def decorated(self): ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    def base(self): ...
+
+    alias = base
+
+
+class RenamedDerived(Renamed):
+    def base(self): ...
+
+
+def test_method_is_called_by_the_name_of_its_attribute():
+    methods = registered_methods(RenamedDerived)
+    assert {name: spec.name for name, spec in methods.items()} == {
+        "decorated": "decorated",
+        "base": "base",
+        "alias": "alias",
+    }

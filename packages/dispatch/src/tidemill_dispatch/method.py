@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tidemill_dispatch.mode import Dispatch, DispatchMode
@@ -62,11 +62,14 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Return the registered methods of a class and its bases by name. The most derived registration applies."""
+    """Return the registered methods of a class and its bases by name. The most derived registration applies.
+
+    The name is that of the attribute: the function has another one if it is an alias, or decorated.
+    """
     found: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             spec = getattr(value, "__dict__", {}).get(_ATTRIBUTE)
             if isinstance(spec, MethodSpec):
-                found[name] = spec
+                found[name] = replace(spec, name=name)
     return found

@@ -136,6 +136,20 @@ def test_wrong_roles_are_refused():
         create_colocated_worker_cls({"actor": Role})
 
 
+class PrefixedWorker(Worker):
+    def critic_not_registered(self): ...
+
+
+def test_roles_whose_methods_have_one_name_on_actor_handles_are_refused():
+    critic = RayClassWithInitArgs(Critic, "critic")
+    classes = {"new": RayClassWithInitArgs(PrefixedWorker), "new_critic": critic}
+    message = (
+        r"'critic_not_registered' of role 'new' and 'not_registered' of role 'new_critic' are both 'new_critic_not_"
+    )
+    with pytest.raises(ValueError, match=message):
+        create_colocated_worker_cls(classes)
+
+
 def test_async_methods_run_in_order_on_one_event_loop(ray_cluster):
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(AsyncWorker), name_prefix="async") as group:
         group.leave_task()

@@ -20,7 +20,7 @@ from tidemill_dispatch.ray.chain import ChainedShard
 from tidemill_dispatch.ray.failure import Failure
 from tidemill_dispatch.ray.pickling import Packed, pack, unpacked
 from tidemill_dispatch.ray.rendezvous import HostInfo, interface_environment, rank_environment, reserve_port
-from tidemill_dispatch.ray.roles import ONLY_ROLE, RayClassWithInitArgs, public_methods
+from tidemill_dispatch.ray.roles import RayClassWithInitArgs, direct_methods
 from tidemill_dispatch.sharding import PaddedShard, Padding
 from tidemill_dispatch.worker import Worker
 
@@ -173,9 +173,5 @@ def actor_class(roles: Mapping[str, RayClassWithInitArgs]) -> type[WorkerActor]:
 
     The class is named after the worker classes. In a group of several roles, a method's name is `role_method`.
     """
-    methods = {
-        name if role == ONLY_ROLE else f"{role}_{name}": _direct_method(role, name)
-        for role, init in roles.items()
-        for name in public_methods(init.cls)
-    }
+    methods = {name: _direct_method(role, method) for name, (role, method) in direct_methods(roles).items()}
     return type("+".join(init.cls.__name__ for init in roles.values()), (WorkerActor,), methods)

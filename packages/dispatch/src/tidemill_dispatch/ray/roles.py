@@ -49,7 +49,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
     no state: meshes and attributes belong to each worker. `RayWorkerGroup.spawn` returns a group for each role.
 
     Raises:
-        ValueError: no roles, or a role with an empty name.
+        ValueError: no roles, a role with an empty name, or two methods with one name on actor handles (`role_method`).
         TypeError: a value is not a `RayClassWithInitArgs`.
     """
     if not class_dict or "" in class_dict:
@@ -60,6 +60,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
                 f"role {role!r} must be a RayClassWithInitArgs, got {type(init).__name__}; write "
                 "RayClassWithInitArgs(cls, ...)"
             )
+    direct_methods(class_dict)
     return ColocatedClasses(dict(class_dict))
 
 
@@ -73,3 +74,25 @@ def public_methods(cls: type[Worker]) -> dict[str, Any]:
     bases = [base for base in cls.__mro__ if base not in Worker.__mro__]
     found = {name: value for base in reversed(bases) for name, value in vars(base).items()}
     return {name: value for name, value in found.items() if inspect.isfunction(value) and not name.startswith("_")}
+
+
+def direct_methods(roles: Mapping[str, RayClassWithInitArgs]) -> dict[str, tuple[str, str]]:
+    """Return the role and the method for each name that actor handles of a group have for direct calls.
+
+    The name is that of the method, or `role_method` in a group of several roles.
+
+    Raises:
+        ValueError: methods of two roles have one name.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for role, init in roles.items():
+        for method in public_methods(init.cls):
+            name = method if role == ONLY_ROLE else f"{role}_{method}"
+            if name in found:
+                (first_role, first_method) = found[name]
+                raise ValueError(
+                    f"{first_method!r} of role {first_role!r} and {method!r} of role {role!r} are both {name!r} on an "
+                    "actor handle; rename a role or a method"
+                )
+            found[name] = role, method
+    return found
