@@ -125,3 +125,11 @@ def test_dataproto_is_a_batch():
     joined = join_results(parts)
     assert torch.equal(joined.batch["x"], torch.arange(5))
     assert joined.meta_info == {"temperature": 0.5}
+
+
+def test_meta_info_that_differs_is_reported_with_what_a_worker_can_change():
+    torch = pytest.importorskip("torch")
+    data_proto = pytest.importorskip("tidemill_dataproto").DataProto
+    parts = [data_proto.from_dict({"x": torch.arange(2)}, meta_info={"rank": rank}) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"meta_info\['rank'\] .*a group calls concat without options, so return the"):
+        join_results(parts)

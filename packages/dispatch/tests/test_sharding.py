@@ -126,3 +126,11 @@ def test_deferred_rows_are_split_without_their_values():
     calls = split_call((Shard(later), ListBatch([1, 2, 3])), {"whole": Replicate(later)}, 2, padding)
     assert [(args[0].num_real, args[0].padded) for args, _ in calls] == [(2, True), (1, True)]
     assert all(kwargs["whole"] is later for _, kwargs in calls)
+
+
+def test_shard_of_a_tensor_without_slices_is_named():
+    torch = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    for value in (torch.tensor(1.0), nested):
+        with pytest.raises(TypeError, match=r"argument 'x' is Shard\(.*Tensor\), which cannot be split by rows: "):
+            split_call((), {"x": Shard(value)}, 2)

@@ -149,5 +149,6 @@ def join_results(results: list[Any]) -> Any:
     except Exception as error:
         raise ValueError(
             f"results of type {types[0].__name__} with {[len(part) for part in results]} rows, in dp order, cannot be "
-            f"concatenated: {error}; return the same columns on every dp rank"
+            f"concatenated: {error}; a group calls concat without options, so return the same columns, and meta_info "
+            "that can be joined, on every dp rank"
         ) from error

@@ -141,7 +141,7 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any], n: int, padding: P
 
     Raises:
         ValueError: two batches of the call have different numbers of rows, or split differently.
-        TypeError: a `Shard` of a value without rows.
+        TypeError: a `Shard` of a value without rows, or without slices.
     """
     named = {
         **{f"argument {i}": arg for i, arg in enumerate(args)},
@@ -179,9 +179,15 @@ def _split(name: str, value: Any, n: int) -> _Split | None:
             f"{name} is Shard({type(rows).__name__}), which has no rows; expected a batch, a future of a batch, or a "
             "value with a length and slices (list, array, tensor)"
         )
-    lengths = balanced_lengths(len(rows), n)
-    ends = accumulate(lengths, initial=0)
-    return _Split([rows[start:stop] for start, stop in pairwise(ends)], tuple(lengths))
+    try:
+        lengths = balanced_lengths(len(rows), n)
+        parts = [rows[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+    except Exception as error:  # of the value's type: a tensor without dimensions, or a nested tensor
+        raise TypeError(
+            f"{name} is Shard({type(rows).__name__}), which cannot be split by rows: {error}; make it a column of a "
+            "batch, or pass a list of its rows"
+        ) from error
+    return _Split(parts, tuple(lengths))
 
 
 def _agreed_lengths(splits: dict[str, _Split]) -> tuple[int, ...] | None:

@@ -13,6 +13,7 @@ from tidemill_dispatch import CallTimeoutError, Dispatch, Worker, WorkerDiedErro
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 from tidemill_dispatch.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, dead_workers  # noqa: E402
+from tidemill_dispatch.ray.failure import Failure  # noqa: E402
 
 pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -244,6 +245,17 @@ def test_missing_resources_are_named_with_those_of_the_cluster(ray_cluster):
     message = r"group 'big' requires 1 \+ 99 processes \(by node\) with {'CPU': 1.0} each, .* has {'CPU': 3.0}"
     with pytest.raises(RuntimeError, match=message):
         RayWorkerGroup(pool, RayClassWithInitArgs(FailingWorker), name_prefix="big")
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_exception_whose_text_cannot_be_made_is_named():
+    failure = Failure.from_exception(UnprintableError())
+    assert failure.error_type.endswith(".UnprintableError")
+    assert failure.error_message == "(its __str__ raised RuntimeError)"
 
 
 class ClashingWorker(Worker):

@@ -2,6 +2,7 @@
 
 import pytest
 
+np = pytest.importorskip("numpy")
 ray = pytest.importorskip("ray")
 torch = pytest.importorskip("torch")
 from tidemill_dispatch.ray.pickling import pack, unpacked  # noqa: E402
@@ -41,6 +42,19 @@ def test_tensor_slice_is_pickled_without_its_storage():
 @pytest.mark.parametrize("value", [None, 3, 2.5, "x", b"y", {"a": (1, [2])}])
 def test_plain_values_are_received_equal(value):
     assert received(value) == value
+
+
+@pytest.mark.parametrize("rows", [3, 100_000])
+def test_arrays_are_received_read_only(ray_cluster, rows):
+    packed = pack("value", {"x": np.arange(rows)})
+    got = received_from_ray(packed)["x"]
+    assert not got.flags.writeable
+    assert np.array_equal(got, np.arange(rows))
+
+
+def received_from_ray(packed):
+    """Return what a worker receives for a packed value, which is an object reference if it is large."""
+    return unpacked(ray.get(packed if isinstance(packed, ray.ObjectRef) else ray.put(packed)))
 
 
 def test_argument_that_cannot_be_pickled_is_named():

@@ -29,7 +29,7 @@ class Failure:
         return cls(
             host=f"{socket.gethostname()}:{os.getpid()}",
             error_type=name,
-            error_message=str(error),
+            error_message=_text(error),
             remote_traceback="".join(traceback.format_exception(kind, error, inner)),
             time_s=time.time(),
         )
@@ -41,7 +41,14 @@ class Failure:
         return cls(
             host=host,
             error_type=type(cause).__qualname__,
-            error_message=str(cause),
+            error_message=_text(cause),
             remote_traceback=re.sub(r"\x1b\[\d*m", "", str(error)),  # without Ray's terminal colors
             time_s=time.time(),
         )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 - must not hide the exception itself
+        return f"(its __str__ raised {type(second).__name__})"

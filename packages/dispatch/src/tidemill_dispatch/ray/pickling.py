@@ -82,7 +82,7 @@ def pack(what: str, value: Any) -> Any:
     packed = Packed(pickle.PickleBuffer(file.getbuffer()), tuple(buffers))
     if packed.num_bytes > INLINE_BYTES:
         return ray.put(packed)
-    return Packed(file.getvalue(), tuple(bytearray(buffer) for buffer in buffers))
+    return Packed(file.getvalue(), tuple(bytes(buffer) for buffer in buffers))
 
 
 def unpacked(value: Any) -> Any:
