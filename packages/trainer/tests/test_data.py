@@ -77,6 +77,7 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
         ("a.jsonl", '{"prompt": "1"}\n{"prompt"\n', r"a\.jsonl, row 2: expected JSON in UTF-8"),
         ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: expected a JSON object, got \[1\]"),
         ("a.jsonl", "{}\n", r"a\.jsonl, row 1: expected `prompt` as a string"),
+        ("a.jsonl", '{"question": "?"}\n', r"list of messages, got no such key among \['question'\]"),
         ("a.jsonl", '{"prompt": ""}\n', r"a\.jsonl, row 1: expected a `prompt` with at least one token, got ''"),
         ("a.csv", "x\n", r"expected a file name that ends in \.jsonl or \.parquet, got 'a\.csv'"),
         ("a.jsonl", "", r"expected problems in .*a\.jsonl, got none"),

@@ -212,7 +212,8 @@ def encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
             raise ValueError(f"the chat template of the model rejects these messages: {error}") from error
         ids = encoded["input_ids"]  # type: ignore[index]
     else:
-        raise ValueError(f"expected `prompt` as a string or a list of messages, got {prompt!r}")
+        found = repr(prompt) if "prompt" in row else f"no such key among {list(row)}"
+        raise ValueError(f"expected `prompt` as a string or a list of messages, got {found}")
     if not ids:
         raise ValueError(f"expected a `prompt` with at least one token, got {prompt!r}")
     return [int(token) for token in ids]

@@ -192,7 +192,7 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdecimal():  # such as "auto"
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()  # "[::1]:6379"
     except OSError as error:
         raise ConfigError(
             f"config key trainer.ray_address: no Ray cluster answers at {address}: {error}; start it, or remove the key"

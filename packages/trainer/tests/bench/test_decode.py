@@ -85,4 +85,5 @@ def test_experts_that_no_token_hits_are_not_read(sizes):
 def test_bandwidth_of_common_gpus():
     assert peak_bandwidth("NVIDIA H200") == 4.8e12
     assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.35e12
+    assert [peak_bandwidth(f"NVIDIA {name}") for name in ("H100 PCIe", "H100 NVL", "GH200 480GB")] == [None] * 3
     assert peak_bandwidth("another one") is peak_bandwidth(None) is None

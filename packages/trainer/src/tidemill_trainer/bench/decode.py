@@ -8,13 +8,16 @@ from tidemill_trainer.plan.engine import ITEM_BYTES
 from tidemill_trainer.plan.model import ModelSizes
 from tidemill_trainer.plan.phases import engine_ranks, kv_cache_token_bytes
 
-# Bytes per second, from the data sheet of the SXM variant.
+# Bytes per second, from the data sheet of the SXM variant; the others have less, or another memory.
 _PEAK_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "A100": 2.039e12}
+_OTHER_VARIANTS = ("PCI", "NVL", "GH200", "GB200", "40GB")
 
 
 def peak_bandwidth(gpu: str | None) -> float | None:
     """Return the bytes per second of a common GPU; None for another one, or without one."""
-    return next((peak for part, peak in _PEAK_BANDWIDTH.items() if gpu is not None and part in gpu), None)
+    if gpu is None or any(variant in gpu for variant in _OTHER_VARIANTS):
+        return None
+    return next((peak for part, peak in _PEAK_BANDWIDTH.items() if part in gpu), None)
 
 
 def decode_bytes(config: Config, model: ModelSizes, metrics: Mapping[str, Any], num_generated: float) -> float:
