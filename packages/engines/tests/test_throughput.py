@@ -60,6 +60,25 @@ def test_flops_equal_torch_flop_counter(tmp_path, family, tied):
         assert flops.linear + all_pairs == pytest.approx(counted_flops(model, length), rel=2e-3)
 
 
+def test_flops_of_models_with_names_of_their_own():
+    import transformers
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.GPT2Config(n_positions=64, n_embd=64, n_layer=2, n_head=4, vocab_size=VOCAB)
+    gpt2 = transformers.AutoModelForCausalLM.from_config(config)
+    flops = training_flops(gpt2, [10], num_outputs=10)
+    assert flops.attention == 12 * 2 * 4 * 16 * 55
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "intermediate_size": 96}
+    config = transformers.AutoConfig.for_model("ernie4_5_moe", num_key_value_heads=2, **sizes, **experts)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    stacked = [param for name, param in model.named_parameters() if param.dim() == 3 and ".experts." in name]
+    assert stacked
+    found = training_flops(model, [10], num_outputs=10)
+    config.moe_k = 4
+    more = training_flops(model, [10], num_outputs=10)
+    assert more.linear - found.linear == pytest.approx(6 * 10 * sum(each.numel() for each in stacked) / 2)
+
+
 def test_flops_of_frozen_weights_and_sliding_windows(tmp_path):
     model = plain_model(tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=False))
     whole = training_flops(model, [10, 20], num_outputs=5)

@@ -166,6 +166,7 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
     """
     config = model.config.get_text_config()
     fields = config.to_dict()
+    fields |= {name: fields[own] for name, own in config.attribute_map.items() if own in fields}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = model.get_output_embeddings()
     head_weight = None if head is None else head.weight
@@ -173,7 +174,8 @@ def training_flops(model: Any, lengths: Sequence[int], num_outputs: int) -> Flop
     for name, param in model.named_parameters():
         if param is head_weight or id(param) in embeddings or param.dim() < 2 or "visual" in name.split("."):
             continue
-        share = fields["num_experts_per_tok"] / param.shape[0] if param.dim() == 3 else 1.0
+        num_copies = fields.get("num_experts_per_tok") if param.dim() == 3 else None  # of a token, for stacked experts
+        share = 1.0 if num_copies is None else num_copies / param.shape[0]
         per_token += param.numel() * share * _operations(param)
     linear = per_token * sum(lengths)
     if head_weight is not None:

@@ -219,8 +219,12 @@ def test_invalid_sequence_parallel_sizes_are_rejected(tmp_path):
 
 
 def test_unsupported_layer_types_are_rejected():
-    from transformers import Qwen3Config
+    from transformers import MambaConfig, Qwen3Config, RecurrentGemmaConfig
 
     check_attention(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
     with pytest.raises(ValueError, match="layers of type linear_attention, which would mix the tokens of packed rows"):
         check_attention(Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2))
+    with pytest.raises(ValueError, match="layers of type attention, recurrent, which would mix the tokens of packed"):
+        check_attention(RecurrentGemmaConfig())
+    with pytest.raises(ValueError, match="layers of type recurrent, which would mix the tokens of packed rows"):
+        check_attention(MambaConfig(), is_stateful=True)

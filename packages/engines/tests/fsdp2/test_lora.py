@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from engine_cases import (
     OPTIMIZER,
     VOCAB,
@@ -115,6 +116,22 @@ def check_exports(folder, path, weights, batch):
     torch.testing.assert_close(adapted, whole, rtol=1e-4, atol=1e-5)
 
 
+def test_transposed_layers_of_gpt2_are_refused(tmp_path):
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=32, vocab_size=VOCAB)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    lora = LoraConfig(rank=2, target_modules=("attn.c_proj",))
+    [error] = run_ranks(build_error, 1, tmp_path, {"lora": lora, "attn_implementation": "eager"})
+    assert "LoraConfig.target_modules must be linear layers; transformer.h.0.attn.c_proj are not" in error
+
+
+def build_error(path, model):
+    try:
+        build_engine(path, model=model)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
 def run_all_linear(path, folder, batch):
     lora = LoraConfig(rank=2, dropout=0.1)
     engine = build_engine(path, model={"lora": lora, "gradient_checkpointing": True}, max_token_len_per_gpu=40)
@@ -123,7 +140,11 @@ def run_all_linear(path, folder, batch):
     engine.save_adapter(folder / "adapter")
     names = list(adapter_state(engine))
     engine.close()
-    for target, error in ((("nothing",), "nothing"), (("embed_tokens",), "must be linear layers; model.embed_tokens")):
+    for target, error in (
+        (("nothing",), "nothing"),
+        (("embed_tokens",), "must be linear layers; model.embed_tokens"),
+        (("q_proj", "lm_head"), "must not include the head of the model"),
+    ):
         with pytest.raises(ValueError, match=error):
             build_engine(path, model={"lora": LoraConfig(target_modules=target)})
     whole = build_engine(path)

@@ -118,3 +118,8 @@ def _with_ignored_values():
 
 def test_value_without_weight_is_ignored():
     assert run_ranks(_with_ignored_values, 1) == [{"mean": 1.0, "max": 2.0, "min": 2.0}]
+
+
+def test_extremes_of_whole_numbers():
+    values, mask = torch.tensor([3, 4, 9]), torch.tensor([1, 1, 0])
+    assert (Metric.max(values, mask).value.item(), Metric.min(values, mask).value.item()) == (4.0, 3.0)

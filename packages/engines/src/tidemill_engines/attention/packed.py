@@ -17,14 +17,20 @@ HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
 """Whether cuDNN's graph API (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
 
 
-def check_attention(config: PretrainedConfig) -> None:
+def check_attention(config: PretrainedConfig, *, is_stateful: bool = False) -> None:
     """Check that a model computes the same on packed rows as on each row alone.
+
+    Args:
+        config: configuration of the model.
+        is_stateful: whether transformers says that the model has a recurrent state.
 
     Raises:
         ValueError: a layer mixes tokens by something other than full or sliding attention.
     """
     text = config.get_text_config()
-    others = sorted(set(text.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
+    fields = text.to_dict()
+    kinds = {kind for key in ("layer_types", "layers_block_type", "block_types") for kind in fields.get(key) or ()}
+    others = sorted(kinds - _LAYER_TYPES) or (["recurrent"] if is_stateful else [])
     if others:
         raise ValueError(
             f"{config.model_type} has layers of type {', '.join(others)}, which would mix the tokens of packed rows; "

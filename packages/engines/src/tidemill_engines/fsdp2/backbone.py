@@ -58,7 +58,10 @@ def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:
 def _forward_without_head(model: PreTrainedModel, **inputs: Any) -> Any:
     backbone = model.base_model
     assert backbone is not model, f"{type(model).__name__} has no backbone of its own"
-    return backbone(**inputs)
+    output = backbone(**inputs)
+    if torch.is_grad_enabled() and not output.last_hidden_state.requires_grad:
+        output.last_hidden_state.requires_grad_()  # else FSDP2 reduces no gradient of a head on a frozen backbone
+    return output
 
 
 def head_of(model: PreTrainedModel) -> Head:

@@ -39,7 +39,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         self._balances_experts = self.model_config.router_aux_loss_coef > 0
         super()._open()
         self._check_experts()
-        check_attention(self.model.config)
+        check_attention(self.model.config, is_stateful=self.model._is_stateful)
         if ranks_per_row > 1:
             self.engine_config.check_heads(self.model.config.get_text_config().num_attention_heads)
         expose_backbone(self.model)
@@ -142,7 +142,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         if self.model_config.output_router_logits:
             output = replace(output, router_logits=router_logits_of_outputs(router_logits, inputs))
         if loss_fn is not None and self._balances_experts:
-            top_k = self.model.config.get_text_config().to_dict()["num_experts_per_tok"]
+            top_k = self.model.config.get_text_config().num_experts_per_tok
             output = replace(output, router_loss=router_losses(router_logits, inputs, top_k, sharing))
         if sharing is not None:
             output = gather_output(output, inputs, sharing)
@@ -201,8 +201,7 @@ class FSDP2LanguageModel(FSDP2Engine):
         return self._balances_experts or self.model_config.output_router_logits
 
     def _check_experts(self) -> None:
-        fields = self.model.config.get_text_config().to_dict()
-        if self._needs_router_logits and "num_experts_per_tok" not in fields:
+        if self._needs_router_logits and not hasattr(self.model.config.get_text_config(), "num_experts_per_tok"):
             option = "router_aux_loss_coef" if self._balances_experts else "output_router_logits"
             model_type = self.model.config.model_type
             raise ValueError(f"ModelConfig.{option} requires a MoE model; {model_type} is dense. Leave the default")

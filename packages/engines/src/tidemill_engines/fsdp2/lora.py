@@ -51,7 +51,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
     heads = sorted({name.rpartition(".")[0] for name in trainable})
     inject_adapter_in_model(peft_config(config, heads), model, _ADAPTER, low_cpu_mem_usage=True)
     adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    others = [name for name, module in adapted if not isinstance(module, Linear)]
+    # peft's `Linear` also adapts transformers' `Conv1D`, whose weight is transposed.
+    is_linear = [isinstance(each, Linear) and isinstance(each.get_base_layer(), torch.nn.Linear) for _, each in adapted]
+    others = [name for (name, _), is_one in zip(adapted, is_linear, strict=True) if not is_one]
+    if isinstance(model.get_output_embeddings(), LoraLayer):
+        raise ValueError("LoraConfig.target_modules must not include the head of the model; train it as a whole")
     if others:
         raise ValueError(f"LoraConfig.target_modules must be linear layers; {', '.join(others[:3])} are not")
     dtype = model.dtype

@@ -61,6 +61,7 @@ class Metric:
 
 
 def _extreme(kind: Literal["max", "min"], values: torch.Tensor, mask: torch.Tensor, neutral: float) -> Metric:
+    values = values if values.is_floating_point() else values.double()
     counted = torch.where(mask != 0, values, torch.full_like(values, neutral)).flatten()
     counted = torch.cat([counted, counted.new_full((1,), neutral)])  # max() of an empty tensor is an error
     return Metric(kind=kind, value=counted.max() if kind == "max" else counted.min(), weight=(mask != 0).sum())
