@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from tidemill_rollout import EngineDiedError, EnginePool, Generation, SamplingParams
+from tidemill_rollout import EngineClosedError, EngineDiedError, EnginePool, Generation, SamplingParams
 
 PROMPT = (5, 6, 7)
 SAMPLING = SamplingParams(max_tokens=4, seed=11)
@@ -16,15 +16,18 @@ class HeldEngine:
         running: running requests in the order of their start, with the id of their session.
         calls: id of the session of each request.
         is_dead: every call fails.
+        is_closed: it had stopped before each call.
     """
 
     def __init__(self) -> None:
         self.running: list[tuple[str, asyncio.Future[None]]] = []
         self.calls: list[str] = []
-        self.is_dead = False
+        self.is_dead = self.is_closed = False
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         self.calls.append(session_id)
+        if self.is_closed:
+            raise EngineClosedError("has stopped")
         if self.is_dead:
             raise EngineDiedError("connection refused")
         entry = session_id, asyncio.get_running_loop().create_future()

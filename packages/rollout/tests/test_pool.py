@@ -161,6 +161,32 @@ def test_request_that_crashes_engines_is_sent_to_two_further_ones_and_others_con
     asyncio.run(run())
 
 
+def test_request_that_engines_had_stopped_for_is_sent_to_the_next_one():
+    async def run():
+        case = Case("abcde")
+        for name in "abcd":
+            case.engines[name].is_closed = True
+        other = await case.start("s0")
+        case.engines["e"].finish()
+        assert await other == reply(PROMPT, SAMPLING)
+
+    asyncio.run(run())
+
+
+def test_forgotten_session_goes_to_any_engine():
+    async def run():
+        case = Case("ab")
+        for session in ("s0", "s1"):
+            await case.start(session)
+        [first] = [name for name in "ab" if case.engines[name].calls == ["s1"]]
+        case.engines[first].finish()
+        case.pool.forget("s0")
+        await case.start("s0")
+        assert case.engines[first].calls == ["s1", "s0"]
+
+    asyncio.run(run())
+
+
 def test_error_of_a_request_does_not_remove_its_engine():
     async def run():
         case = Case()

@@ -5,6 +5,7 @@ from tidemill_rollout.endpoint import Endpoint
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
 from tidemill_rollout.episode import EpisodeFn, EpisodeResult, load_episode, register_episode, run_episode
 from tidemill_rollout.errors import (
+    EngineClosedError,
     EngineDiedError,
     EngineError,
     LimitError,
@@ -27,6 +28,7 @@ __all__ = [
     "ChatTemplate",
     "Endpoint",
     "Engine",
+    "EngineClosedError",
     "EngineDiedError",
     "EngineError",
     "EnginePool",

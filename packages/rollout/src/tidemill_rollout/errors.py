@@ -11,6 +11,10 @@ class EngineDiedError(EngineError):
     """The engine is dead or cannot be reached, so another engine can process the same request."""
 
 
+class EngineClosedError(EngineDiedError):
+    """The engine had stopped before the request reached it."""
+
+
 class ModelError(RuntimeError):
     """Raised by an episode when the model made it impossible to continue, such as by an invalid answer format.
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemill_rollout.engine import Engine, Generation, SamplingParams
-from tidemill_rollout.errors import EngineDiedError, EngineError
+from tidemill_rollout.errors import EngineClosedError, EngineDiedError, EngineError
 
 _MAX_FAILOVERS = 2
 _MAX_SESSIONS = 1 << 16  # a session that is forgotten loses its prefix cache, nothing else
@@ -103,6 +103,8 @@ class EnginePool:
                 member.error = str(error)
                 self._num_failovers += 1
                 self._notify()
+                if isinstance(error, EngineClosedError):  # the request did not reach it
+                    continue
                 died.append(f"{member.name}: {error}")
                 if len(died) > _MAX_FAILOVERS:
                     raise EngineError(
@@ -111,6 +113,10 @@ class EnginePool:
                     ) from error
             finally:
                 member.num_running -= 1
+
+    def forget(self, session_id: str) -> None:
+        """Let the next request of a session go to any engine: it has ended, or another one gets its name."""
+        self._sessions.pop(session_id, None)
 
     def metrics(self) -> dict[str, float]:
         """Return counts: engines that can receive requests, waiting requests, failovers, and requests per engine."""

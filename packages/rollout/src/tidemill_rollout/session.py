@@ -264,8 +264,9 @@ class Session:
             await asyncio.wait(state.running, timeout=CANCEL_GRACE_S)
 
     def metrics(self, trajectories: Sequence[Trajectory] | None = None) -> dict[str, float]:
-        """Return counts: turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
+        """Return counts: requests, turns, sampled tokens, those with mask 1 and the reasons of new token sequences.
 
+        A request that failed or was cancelled is no turn.
         `num_untrained_branch_tokens` are the sampled tokens of branches with `is_trained=False`. All others are trained
         on: the two numbers add up to `num_sampled_tokens`. `num_unused_tokens` are those of replies that arrived after
         the episode ended or the request was cancelled; they are not recorded.
@@ -280,6 +281,7 @@ class Session:
         trained = sum(sum(row.response_mask) for row in rows)
         forks = {f"num_forks/{reason}": float(count) for reason, count in sorted(self.recorder.forks.items())}
         return {
+            "num_requests": float(self._state.num_requests),
             "num_turns": float(len(turns)),
             "num_sampled_tokens": float(sampled),
             "num_trained_tokens": float(trained),

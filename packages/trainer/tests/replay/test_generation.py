@@ -60,6 +60,7 @@ def test_episodes_whose_requests_are_not_recorded_in_order_are_left_out():
     turns, versions = [(2, 3)], [("5", 3)]
     assert list(segments_of(7, _episodes([4, 4], turns, versions))) == []
     assert list(segments_of(7, _episodes([4], turns, versions, num_unused_tokens=1.0))) == []
+    assert list(segments_of(7, _episodes([4], turns, versions, num_requests=len(turns) + 1.0))) == []
     assert list(segments_of(7, _episodes([4], turns, versions, num_sampled_tokens=9.0))) == []
     assert len(list(segments_of(7, _episodes([4, 5], turns, versions)))) == 2
 

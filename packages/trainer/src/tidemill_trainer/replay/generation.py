@@ -59,7 +59,10 @@ def segments_of(step: int, episodes: Episodes) -> Iterator[Segment]:
     for number, ids, prompt, log_probs, turns, versions in zip(numbers, *columns, *objects, strict=True):
         task, counts = summaries[number].task, summaries[number].counts
         is_complete = counts["num_sampled_tokens"] == sum(count for _, count in versions)
-        if task.seed is None or num_rows[number] > 1 or counts["num_unused_tokens"] > 0 or not is_complete:
+        all_are_turns = counts.get("num_requests", len(turns)) == len(turns)  # which have the seeds of their numbers
+        if task.seed is None or num_rows[number] > 1 or not (is_complete and all_are_turns):
+            continue
+        if counts["num_unused_tokens"] > 0:
             continue
         tokens, values = ids.tolist(), [0.0] * len(prompt) + log_probs.tolist()
         for first, count, version, turn, start in _spans(turns, versions):

@@ -114,6 +114,7 @@ class EpisodeWorker:
                 result = await run_episode(self._episode, task.problem, session, timeout_s=config.timeout_s)
             finally:
                 self._endpoint.remove(session)
+                self._pool.forget(session.id)  # each validation has sessions of the same names
             if not result.outcome.is_trainable:
                 counts = result.metrics
                 num_tokens = int(counts["num_sampled_tokens"] + counts["num_unused_tokens"])

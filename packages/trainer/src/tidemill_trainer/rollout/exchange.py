@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError
-from tidemill_rollout import Engine, EngineDiedError, Generation, SamplingParams
+from tidemill_rollout import Engine, EngineClosedError, EngineDiedError, Generation, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Mailbox:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
         """Sample one continuation; see `Engine.generate`."""
         if self._failure is not None:
-            raise EngineDiedError(self._failure)
+            raise EngineClosedError(self._failure)
         request = Request(id=next(self._ids), token_ids=token_ids, sampling=sampling, session_id=session_id)
         future = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
