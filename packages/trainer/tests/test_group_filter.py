@@ -39,6 +39,11 @@ def test_groups_with_equal_rewards_are_dropped_and_refilled():
     }
 
 
+def test_rewards_are_compared_in_float32_as_training_has_them():
+    chosen = GroupFilter(num_groups=1, group_size=2, metric="score")
+    assert chosen.num_missing(episodes([0.1 + 0.2, 0.3]).summaries) == 1
+
+
 def test_failed_episodes_are_no_members():
     chosen = GroupFilter(num_groups=1, group_size=2, metric="score")
     result = chosen.apply(episodes([FAILED, 1], [FAILED, FAILED], [0, 1]))

@@ -78,7 +78,7 @@ def test_components_of_an_episode_without_a_result_are_zero():
 
 @pytest.mark.parametrize(
     ("reason", "kind"),
-    [("ValueError: x", "ValueError"), ("turns: no", "turns"), ("answer 17 is wrong", "answer"), ("", "")],
+    [("ValueError: x", "ValueError"), ("turns: no", "turns"), ("answer 17 is wrong", "answer"), ("", "unknown")],
 )
 def test_reasons_are_counted_by_their_first_word(reason, kind):
     assert kind_of(reason) == kind

@@ -82,3 +82,28 @@ def test_each_session_has_a_seed_that_depends_on_run_step_problem_and_sample_alo
     assert validation == again
     assert seeds(0) == [first, validation, second, again]
     assert not set(first) & set(seeds(1)[0])
+
+
+class FailingPool(Pool):
+    """A pool whose first call has equal rewards; in each later one an episode fails."""
+
+    def wait(self, tasks):
+        episodes = super().wait(tasks)
+        is_first = len(self.seeds) == 1
+        outcomes = [Outcome(reward=float(task.sample % 2 and not is_first)) for task in tasks]
+        if not is_first:
+            outcomes[0] = Outcome(reward=0.0, status="environment_error", reason="ValueError: x")
+        found = [replace(each, outcome=outcome) for each, outcome in zip(episodes.summaries, outcomes, strict=True)]
+        return replace(episodes, summaries=found)
+
+
+def test_share_of_failed_episodes_is_that_of_all_rounds_of_a_step(assets, tmp_path, progress, terminal):
+    settings = ["algorithm.filter_groups=acc", "data.train_batch_size=1", "rollout.n=4"]
+    settings += ["episode.max_error_share=0.2", "algorithm.max_num_gen_batches=2", "actor.num_workers=1"]
+    config = load_config(DEMO_CONFIG, [*assets, *settings])
+    rollouts = Rollouts(config, FailingPool(), load_inputs(config, progress), RunDir(tmp_path), progress)
+    with pytest.raises(
+        EpisodeError, match="none of 8 episodes sampled a token"
+    ):  # 1 of 4 is more than a fifth, of 8 not
+        rollouts.take(1)
+    assert "1 of 8 episodes of step 1 failed" in " ".join(terminal.getvalue().split())

@@ -9,7 +9,15 @@ from tidemill_trainer.rewards import reward_function
 
 
 class EpisodeError(RuntimeError):
-    """Too many episodes failed; the message has the reasons."""
+    """Too many episodes failed; the message has the reasons.
+
+    Attributes:
+        is_of_engine: whether requests to engines failed.
+    """
+
+    def __init__(self, message: str, *, is_of_engine: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_engine = is_of_engine
 
 
 class NoSignalError(EpisodeError):

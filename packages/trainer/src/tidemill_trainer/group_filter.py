@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
 from tidemill_dataproto import DataProto
 
@@ -73,8 +74,8 @@ class GroupFilter:
 
     def _differs(self, members: Sequence[EpisodeSummary]) -> bool:
         trainable = [each for each in members if each.outcome.is_trainable]
-        values = {each.acc if self.metric == "acc" else each.outcome.reward for each in trainable}
-        return len(values) > 1
+        values = [each.acc if self.metric == "acc" else each.outcome.reward for each in trainable]
+        return len(np.unique(np.array(values, dtype=np.float32))) > 1  # training has them in float32
 
     def _group(self, summary: EpisodeSummary) -> int:
         return summary.task.number // self.group_size

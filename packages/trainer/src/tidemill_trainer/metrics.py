@@ -95,7 +95,7 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
     """
     summaries = episodes.summaries
     reasons = Counter(kind_of(summary.outcome.reason) for summary in summaries if summary.outcome.status != "ok")
-    num_errors = sum(summary.outcome.status == "environment_error" for summary in summaries)
+    num_errors = sum(each.outcome.status == "environment_error" for each in (*summaries, *episodes.baselines))
     forks: Counter[str] = Counter()
     for summary in summaries:
         forks.update({name: int(count) for name, count in summary.counts.items() if name.startswith("num_forks/")})
@@ -115,6 +115,10 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
         **{f"rollout/{name}": float(count) for name, count in sorted(forks.items())},
     }
     for source, group in _by_source(summaries).items():
+        names = {name for summary in group for name in summary.outcome.metrics} - {"acc"}
+        for name in sorted(names):
+            values = [each.outcome.metrics[name] for each in group if name in each.outcome.metrics]
+            metrics[f"episode/{source}/{name}/mean"] = float(np.mean(values))
         seconds = np.array([summary.seconds for summary in group])
         metrics |= _by_status(f"episode/{source}/status", group) | {
             f"episode/{source}/seconds/mean": float(seconds.mean()),
@@ -122,10 +126,6 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
             f"episode/{source}/seconds/p95": float(np.quantile(seconds, 0.95)),
             f"episode/{source}/num_turns/mean": float(np.mean([each.counts.get("num_turns", 0.0) for each in group])),
         }
-        names = {name for summary in group for name in summary.outcome.metrics} - {"acc"}
-        for name in sorted(names):
-            values = [each.outcome.metrics[name] for each in group if name in each.outcome.metrics]
-            metrics[f"episode/{source}/{name}/mean"] = float(np.mean(values))
     return metrics
 
 
@@ -192,7 +192,7 @@ def _frac_zero_std_groups(groups: Groups) -> float:
 
 def kind_of(reason: str) -> str:
     """Return the first word of a reason, such as "ValueError" or "turns": texts are too many for a metric each."""
-    return next(iter(reason.replace(":", " ", 1).split()), "")
+    return next(iter(reason.replace(":", " ", 1).split()), "unknown")
 
 
 def _first_rows(episode: torch.Tensor) -> torch.Tensor:

@@ -54,10 +54,12 @@ class _Step:
     Attributes:
         rows: row of the training data of each group.
         rounds: rounds that have started.
+        finished: episodes of the rounds that have finished, and their greedy baselines.
     """
 
     rows: list[int] = field(default_factory=list)
     rounds: list[_Round] = field(default_factory=list)
+    finished: list[EpisodeSummary] = field(default_factory=list)
 
 
 class Rollouts:
@@ -221,14 +223,16 @@ class Rollouts:
 
     def _finish_round(self, step: int, started: _Round) -> Episodes:
         """Wait for the episodes of a round; problems whose greedy episode fails are not trained on."""
-        limit = self._config.episode.max_error_share
         episodes = self._pool.wait(started.sampled)
-        check_errors(episodes.summaries, f"step {step}", limit, self._progress)
+        greedy = None if started.greedy is None else self._pool.wait(started.greedy)
+        new = [*episodes.summaries, *(() if greedy is None else greedy.summaries)]
+        self._steps[step].finished += new
+        if any(not each.outcome.is_trainable for each in new):
+            limit = self._config.episode.max_error_share
+            check_errors(self._steps[step].finished, f"step {step}", limit, self._progress)
         self._warn_about_truncated(step, episodes.summaries)
-        if started.greedy is None:
+        if greedy is None:
             return episodes
-        greedy = self._pool.wait(started.greedy)
-        check_errors(greedy.summaries, f"the baseline of step {step}", limit, self._progress)
         sound = {each.task.problem.id: each.task.number for each in greedy.summaries if each.outcome.is_trainable}
         dropped = dict.fromkeys(sound.values(), "greedy baseline")
         for each in episodes.summaries:
@@ -343,7 +347,8 @@ def check_errors(summaries: Sequence[EpisodeSummary], where: str, max_error_shar
     if len(failed) > max_error_share * len(summaries):
         raise EpisodeError(
             f"{message}. That is more than episode.max_error_share={max_error_share:g}; repair the environment or the "
-            "reward function"
+            "reward function",
+            is_of_engine=any(reason.startswith("Engine") for reason, _ in reasons),
         )
     progress.warn(f"{message}; they are left out")
     return len(failed)

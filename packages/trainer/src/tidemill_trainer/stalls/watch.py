@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from tidemill_dispatch import WorkerError
 
-from tidemill_trainer.episodes import EpisodeError, NoSignalError
+from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.stalls.inspection import DRIVER, inspect_nodes, queue_states
 from tidemill_trainer.stalls.process import ProcessState, Registration, observe, registered
@@ -153,7 +153,7 @@ def _has_expired(active: ActiveWait, error: Exception) -> bool:
     if isinstance(error, TimeoutError) or late_ranks(error):
         return True
     limit = active.wait.worker_limit
-    if isinstance(error, NoSignalError):  # several rounds may take longer than an episode
+    if isinstance(error, EpisodeError) and not error.is_of_engine:  # many episodes may take longer than one
         return False
     return isinstance(error, WorkerError | EpisodeError) and limit is not None and active.seconds() >= limit.seconds
 
