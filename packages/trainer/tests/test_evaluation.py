@@ -35,6 +35,14 @@ def test_interval_of_a_proportion_is_wilsons():
     assert estimate([1.0] * 10).low == pytest.approx(0.7225, abs=1e-4)  # not [1, 1]
 
 
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.25, 0.3, 0.7])
+def test_interval_of_equal_problems_has_a_width(value):
+    for count in (3, 10):
+        found = estimate([value] * count)
+        assert found.low < value - 0.05
+        assert found.high > value + 0.05
+
+
 def test_interval_covers_the_true_mean_of_averaged_samples():
     rng = np.random.default_rng(0)
     covered = 0

@@ -42,7 +42,8 @@ def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     if array.min() < 0 or array.max() > 1:
         error = _Z * math.sqrt(variance)
         return Estimate(mean=mean, low=mean - error, high=mean + error, num_problems=count)
-    effective = mean * (1 - mean) / variance if variance > 0 else float(count)
+    is_equal = array.min() == array.max()  # then only rounding makes a variance
+    effective = float(count) if is_equal else mean * (1 - mean) / variance
     center = (mean + _Z**2 / (2 * effective)) / (1 + _Z**2 / effective)
     error = _Z / (1 + _Z**2 / effective) * math.sqrt(mean * (1 - mean) / effective + _Z**2 / (4 * effective**2))
     return Estimate(mean=mean, low=max(0.0, center - error), high=min(1.0, center + error), num_problems=count)

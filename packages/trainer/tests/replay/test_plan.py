@@ -141,6 +141,11 @@ def test_generation_that_cannot_be_repeated_is_refused(run, override):
     assert replay_plan(run.path, None, []).start == 2
 
 
+def test_default_steps_end_where_the_record_has_a_gap(run):
+    BatchRecord(run.batches).path(5).unlink()
+    assert replay_plan(run.path, None, []).steps == range(3, 5)
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_another_layout_is_refused(run, is_saved):
     overrides = ["actor.num_workers=1"]

@@ -69,7 +69,10 @@ def replay_plan(
             f"the run {target} has no checkpoint before a recorded step (recorded: {_ranges(recorded)}); raise "
             "trainer.max_ckpt_to_keep to keep more checkpoints"
         )
-    first, last = ((possible[0] or 0) + 1, recorded[-1]) if steps is None else steps
+    first = last = (possible[0] or 0) + 1
+    while last + 1 in recorded:  # a resumed run may have recorded only some steps
+        last += 1
+    first, last = (first, last) if steps is None else steps
     if not recorded[0] <= first <= last <= recorded[-1]:
         raise ConfigError(
             f"expected --steps within the recorded steps {_ranges(recorded)}, got {first}:{last}; choose others"
@@ -97,12 +100,15 @@ def _check_deterministic(config: Config) -> None:
 
 
 def _check_layout(step: int, recorded: RecordedStep, config: Config) -> None:
-    num_ranks, expected = len(recorded.weights["engine"]), config.actor.num_workers
-    if num_ranks != expected:
-        raise ConfigError(
-            f"step {step} was trained by {num_ranks} ranks, and the configuration has actor.num_workers={expected}; "
-            "weights are bitwise equal only in the same layout, so restore the run's configuration"
-        )
+    actor, critic = config.actor.num_workers, config.critic.num_workers
+    expected = {"engine": ("actor", actor), "critic": ("critic", actor if critic is None else critic)}
+    for name, weights in recorded.weights.items():
+        role, number = expected[name]
+        if len(weights) != number:
+            raise ConfigError(
+                f"step {step} was trained by {len(weights)} ranks, and the configuration has {role}.num_workers="
+                f"{number}; weights are bitwise equal only in the same layout, so restore the run's configuration"
+            )
 
 
 def replay_config(plan: ReplayPlan) -> Config:
