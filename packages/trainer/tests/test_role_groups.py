@@ -29,7 +29,7 @@ def two_steps(learner, rows):
     for step in (1, 2):
         batch, of_rewards = learner.add_advantages(batch, episodes)
         found = of_rewards | learner.update(batch, step)[1]
-        metrics.append({name: value for name, value in found.items() if not name.startswith("perf/")})
+        metrics.append({name: value for name, value in found.items() if not name.startswith(("perf/", "timing_s/"))})
         batch = learner.infer(trained)
         columns.append({name: ragged.values(batch[name]) for name in COLUMNS})
     return metrics, columns
