@@ -216,7 +216,8 @@ def fill_the_disk_of_tensorboard(run):
 
 
 def kill_wandb(run):
-    services = [child for child in psutil.Process().children() if "wandb-core" in child.cmdline()[0]]
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    services = [child for child in children if "wandb-core" in child.cmdline()[0]]
     assert services
     for service in services:
         service.kill()
