@@ -82,6 +82,8 @@ def test_engine_settings_that_do_not_match_the_model_are_rejected(assets, progre
         ({"intermediate_size": 3200}, [], None),
         ({"intermediate_size": 3200}, ["engine.tp=2"], r"intermediate_size / 2 tensor-parallel ranks .*, got 1600"),
         ({"intermediate_size": 3200}, ["rollout.tensor_parallel_size=2"], r"rollout.tensor_parallel_size .*, got 1600"),
+        ({"moe_intermediate_size": 768}, ["rollout.tensor_parallel_size=4"], r"moe_intermediate_size / .*, got 192"),
+        ({"moe_intermediate_size": 768}, ["rollout.tensor_parallel_size=4", "rollout.engine_args.ep_size=4"], None),
         (_LATENT, [], None),
         (_LATENT, ["engine.tp=2", "engine.sequence_parallel=true"], r"queries of 1 heads .* of 128, got 192"),
         (

@@ -40,7 +40,8 @@ def check_model(config: Config, *, reads_weights: bool = True) -> None:
     if config.rollout.quantization == "fp8":
         inner = next((key for key in ("moe_intermediate_size", "intermediate_size") if key in model), None)
         if inner is not None:
-            _require_blocks({f"{inner} / rollout.tensor_parallel_size": model[inner] // size})
+            ranks = size // (config.rollout.engine_args.get("ep_size", 1) if inner == "moe_intermediate_size" else 1)
+            _require_blocks({f"{inner} / rollout.tensor_parallel_size": model[inner] // max(1, ranks)})
         if isinstance(config.engine, MegatronConfig):
             _require_blocks(_divided(config.engine, Architecture.read(Path(config.model.path))))
 
