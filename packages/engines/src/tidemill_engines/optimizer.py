@@ -11,6 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from tidemill_engines.config import OptimizerConfig
 
+INCOMPLETE_GRADIENTS = (
+    "a backward has failed, so the gradients are those of a part of its batch; call optimizer_zero_grad() and run the "
+    "batches of this step again"
+)
+"""Error of a step after a failed backward."""
+
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Return the learning rate of optimizer step `step` (0 for the first): linear warm-up, then the schedule."""

@@ -55,6 +55,11 @@ def interrupt(engine, rows, where, number):
         engine.__dict__.pop("prepare_model_inputs", None)
     else:
         hook.remove()
+    if where != "infer":
+        batches = partial(engine.forward_backward_batch, rows, policy_like_loss, calculate_entropy=True)
+        for call in (batches, engine.optimizer_step):
+            with engine.train_mode(), pytest.raises(RuntimeError, match=r"a backward has failed.*optimizer_zero_grad"):
+                call()
 
 
 def trained(engine, rows):

@@ -148,7 +148,8 @@ class BaseEngine(EnginePersistence[ConfigT]):
 
         Raises:
             ValueError, TypeError: an invalid batch; raised on every rank.
-            RuntimeError: a backward pass without an optimizer, or after Megatron has reduced the gradients.
+            RuntimeError: a backward pass without an optimizer, after one that has failed, or after Megatron has reduced
+                the gradients.
         """
 
     def check_trains(self) -> None:
@@ -222,7 +223,8 @@ class BaseEngine(EnginePersistence[ConfigT]):
             The norm before clipping, the same on every rank.
 
         Raises:
-            RuntimeError: no optimizer; or the gradient is not finite and `nonfinite` is "raise" (on every rank).
+            RuntimeError: no optimizer; a backward has failed since `optimizer_zero_grad`; or the gradient is not finite
+                and `nonfinite` is "raise" (on every rank).
         """
         self.check_trains()
         assert self.optimizer_config is not None

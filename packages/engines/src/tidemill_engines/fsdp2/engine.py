@@ -33,6 +33,7 @@ from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.location import absolute, written_to
 from tidemill_engines.offload import OffloadableTensors, like, local_part
 from tidemill_engines.optimizer import (
+    INCOMPLETE_GRADIENTS,
     build_adamw,
     clip_grads,
     global_grad_norm,
@@ -71,7 +72,7 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         self._model: PreTrainedModel | None = None
         self._groups: FSDP2Groups | None = None
         self._layout: Layout = {}
-        self._adapter_is_disabled = False
+        self._adapter_is_disabled = self._has_failed = False
 
     def _is_open(self) -> bool:
         return self._groups is not None
@@ -192,13 +193,20 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         return self._optimizer is not None and all(state["step"] == 0 for state in self._optimizer.state.values())
 
     def optimizer_zero_grad(self) -> None:
+        self._has_failed = False
         for param in self.model.parameters():
             param.grad = None
         if (grads := self._offloader.get("grads")) is not None:
             grads.discard()
 
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if a backward has failed since `optimizer_zero_grad`."""
+        if self._has_failed:
+            raise RuntimeError(INCOMPLETE_GRADIENTS)
+
     def grad_norm(self) -> float:
         self.check_onloaded("grads")
+        self.check_gradients()
         grads = local_grads(self.model.parameters())
         return global_grad_norm(grads, self.groups.control, self.groups.num_replicas)
 

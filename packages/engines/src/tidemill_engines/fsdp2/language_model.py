@@ -56,6 +56,8 @@ class FSDP2LanguageModel(FSDP2Engine):
     ) -> BatchOutput:
         self.check_request(loss_fn, forward_only=forward_only, calculate_entropy=calculate_entropy)
         self.check_onloaded(*(["params"] if forward_only else ["params", "grads"]))
+        if not forward_only:
+            self.check_gradients()
         if loss_fn is not None and self._balances_experts:
             loss_fn = with_router_loss(loss_fn, self.model_config.router_aux_loss_coef)
         plan = plan_batch(
@@ -84,6 +86,7 @@ class FSDP2LanguageModel(FSDP2Engine):
                 keeps_outputs=forward_only or keeps_outputs,
             )
         except BaseException:
+            self._has_failed |= not forward_only
             reset_after_failure(self.model)
             raise
         finally:

@@ -202,8 +202,8 @@ class MegatronLanguageModel(MegatronEngine):
 
         with self.meter.part("forward_backward"), nullcontext() if forward_only else self._gradients.backward():
             steps = run_schedule(self.chunks, micro_batches, prepare, finish, forward_only=forward_only)
-        if moe is not None:
-            moe.finish()
-        if loss_fn is not None:
-            raise_any_error(errors[0] if errors else None, self.groups.control)
+            if moe is not None:
+                moe.finish()
+            if loss_fn is not None:
+                raise_any_error(errors[0] if errors else None, self.groups.control)
         return steps

@@ -17,6 +17,7 @@ from tidemill_engines.megatron.patches.data_parallel import (
 )
 from tidemill_engines.megatron.patches.experts import GroupedExperts
 from tidemill_engines.megatron.patches.weight_gradients import accumulate_in_products
+from tidemill_engines.optimizer import INCOMPLETE_GRADIENTS
 
 
 def wrap_chunks(
@@ -108,22 +109,27 @@ class Gradients:
                 "a step, or with MegatronConfig.overlap_grad_reduce by the backward itself), or a backward has failed; "
                 "call optimizer_zero_grad() before another one"
             )
-        self.are_zero, self._has_failed = False, True
+        self.are_zero = False
         try:
             yield
             if self._overlap:
                 self.reduce()
         except BaseException:
+            self._has_failed = True
             drop_unfinished_reductions(self._chunks)
             raise
-        self._has_failed = False
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks that share them, unless that was done. Collective.
 
         The pipeline schedules do not do it, because they would reduce the gradients of earlier batches of the step
         again. Nothing is divided by a number of tokens, because losses are normalized already.
+
+        Raises:
+            RuntimeError: a backward has failed since `zero`.
         """
+        if self._has_failed:
+            raise RuntimeError(INCOMPLETE_GRADIENTS)
         if not self.are_zero and not self._are_reduced:
             finalize_model_grads(list(self._chunks))  # type: ignore[arg-type]
             self._are_reduced = True
