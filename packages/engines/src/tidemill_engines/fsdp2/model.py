@@ -64,7 +64,6 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
         )
     _keep_buffers(model)
-    model.config.use_cache = False
     if config.gradient_checkpointing:
         recompute_layers(model, config.recompute)
     if config.compile_layers:
