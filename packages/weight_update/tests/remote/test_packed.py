@@ -115,7 +115,7 @@ def test_packed_bucket_gives_the_same_parameters_as_the_bucket(model, seed):
     plan = record(model, [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
     parts = parts_of(descriptor, plan)
     packed, num_bytes = pack_descriptor(descriptor, parts)
-    message = Message(descriptor, parts_to_json(parts))
+    message = Message(descriptor, parts_to_json(parts), CPU)
     assert message.num_bytes == num_bytes
     data = message.pack(arena)
     wanted, checksums, counts = run(model, descriptor, plan, arena)
@@ -131,9 +131,10 @@ def test_packed_bucket_gives_the_same_parameters_as_the_bucket(model, seed):
 
 def test_bucket_is_sent_unpacked_to_a_rank_that_reads_all_of_it():
     checkpoint = tensors(1)
-    descriptor, _ = bucket_of(checkpoint, torch.Generator().manual_seed(0), keep=1.0)
+    descriptor, arena = bucket_of(checkpoint, torch.Generator().manual_seed(0), keep=1.0)
     plan = record(ToyModel(0, 1), [SourceSpec(name, tuple(t.shape), t.dtype) for name, t in checkpoint.items()])
-    assert Message(descriptor, parts_to_json(parts_of(descriptor, plan))).is_whole_bucket
+    message = Message(descriptor, parts_to_json(parts_of(descriptor, plan)), CPU)
+    assert message.pack(arena).data_ptr() == arena.data_ptr()
 
 
 def test_loader_tensors_are_sent_whole():

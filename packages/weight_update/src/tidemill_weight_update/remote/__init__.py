@@ -1,3 +1,1 @@
-"""Engines that cannot map the trainer's memory, for example on other machines: a store for control, a wire
-for bytes.
-"""
+"""Engines that cannot map the trainer's memory, as on other machines: a store for control, a wire for bytes."""

@@ -22,7 +22,6 @@ class EngineLink:
     def __init__(self, address: LinkAddress, device: torch.device, timeout_s: float) -> None:
         self.address = address
         self.store = open_store(address, timeout_s)
-        self.own_address = address.own_address()
         self.device = device
         self.timeout_s = timeout_s
 
@@ -42,7 +41,6 @@ class RemoteMailbox(Mailbox):
         super().__init__(board)
         self._link = link
         self._rank = rank
-        self._written: set[int] = set()
         self._wire: Wire | None = None
         self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
         self._packed: dict[int, tuple[Text, int]] = {}
@@ -50,8 +48,11 @@ class RemoteMailbox(Mailbox):
     def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
         parts = parts_of(descriptor, plan)
+        text = parts_to_json(parts)
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+        self.board.write("parts", number, text)
         packed, num_bytes = pack_descriptor(descriptor, parts)
-        self._packed[bucket] = self._write(parts_to_json(parts)), num_bytes
+        self._packed[bucket] = (number, len(text)), num_bytes
         return packed
 
     def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
@@ -86,20 +87,12 @@ class RemoteMailbox(Mailbox):
             raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
         return self._link.device
 
-    def _write(self, parts: bytes) -> Text:
-        """Write a list of parts to the board, under its hash; return hash and length."""
-        number = int.from_bytes(hashlib.blake2b(parts, digest_size=7).digest())
-        if number not in self._written:
-            self.board.write("parts", number, parts)
-            self._written.add(number)
-        return number, len(parts)
-
     def _receive_into(self, data: Tensor, receiver: int, check: Callable[[], None]) -> None:
         link = self._link
         try:
             if self._wire is None:
                 name = wire_name(self._rank, receiver, self._wire_number)
-                self._wire = link.store.connect(name, ENGINE, data.device, link.own_address, link.timeout_s)
+                self._wire = link.store.connect(name, ENGINE, data.device, link.address, link.timeout_s)
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire
             self._wire.recv(data)

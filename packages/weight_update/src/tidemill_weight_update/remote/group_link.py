@@ -5,7 +5,7 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -15,18 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.control.board import WORDS, Area, LinkError, Record
-
-if TYPE_CHECKING:
-    from tidemill_weight_update.remote.wire import Wire
-
-_SCHEME = "tidemill-link"
+from tidemill_weight_update.remote.nccl import NcclWire
+from tidemill_weight_update.remote.wire import GlooWire, Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkAddress:
-    """The address of an open link's store, and the session ID that distinguishes it from other links at the same
-    address.
-    """
+    """The address of an open link's store, and the session ID that distinguishes links at the same address."""
 
     host: str
     port: int
@@ -35,7 +30,7 @@ class LinkAddress:
     def mailbox_path(self, rank: int) -> str:
         """Return the path by which engine ranks open the mailbox of trainer rank `rank`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{_SCHEME}://{host}:{self.port}/{self.session}/{rank}"
+        return f"tidemill-link://{host}:{self.port}/{self.session}/{rank}"
 
     @classmethod
     def from_path(cls, path: str) -> tuple[Self, int]:
@@ -52,18 +47,6 @@ class LinkAddress:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             return probe.getsockname()[0]
-
-
-def listen(link: GroupLink) -> socket.socket:
-    """Return a socket that listens on the link's host and no other address."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(target[:2], family=family)
-    except OSError as error:
-        raise RuntimeError(
-            f"cannot listen on {link.host} port {link.port} ({error.strerror}): host must be an address of the machine "
-            f"of trainer rank 0, and the port must be free"
-        ) from error
 
 
 T = TypeVar("T")
@@ -96,26 +79,20 @@ class LinkStore:
             self.is_broken = True
             raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error
 
-    def connect(self, name: str, rank: int, device: torch.device, address: str, timeout_s: float) -> "Wire":
+    def connect(self, name: str, rank: int, device: torch.device, address: LinkAddress, timeout_s: float) -> Wire:
         """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
 
-        Args:
-            address: address of this machine on which gloo listens. NCCL has its own settings (NCCL_SOCKET_IFNAME).
-
         Raises:
-            LinkError: the store does not respond.
-            WireError: the other side did not connect.
+            LinkError: the link is closed.
+            WireError: the other side did not connect, or the store does not respond.
         """
-        if device.type == "cpu":
-            from tidemill_weight_update.remote.wire import GlooWire
-
-            return self.call(lambda store: GlooWire(store, name, rank, address, timeout_s))
-        from tidemill_weight_update.remote.nccl import NcclWire
-
-        return self.call(lambda store: NcclWire(store, name, rank, device, timeout_s))
+        if device.type == "cuda":  # NCCL selects the address by its own settings (NCCL_SOCKET_IFNAME)
+            return self.call(lambda store: NcclWire(store, name, rank, device, timeout_s))
+        own_address = address.own_address()
+        return self.call(lambda store: GlooWire(store, name, rank, own_address, timeout_s))
 
     def close(self) -> None:
-        """Release the store, with its connection and port, even if the traceback of an error keeps this object."""
+        """Release the connection, even if the traceback of an error keeps this object."""
         self._store = None
 
 
@@ -129,9 +106,8 @@ class StoreBoard:
 
     def make_room(self, num_receivers: int) -> None:
         """Write the initial values of all records, before anybody reads them: a store waits for a missing key."""
-        rows: dict[Record, int] = {"trainer": 1, "reader": num_receivers, "report": num_receivers}
-        rows["excluded"] = num_receivers
-        keys = [self._key(record, row) for record, num_rows in rows.items() for row in range(num_rows)]
+        keys = [self._key("trainer", 0)]
+        keys += [self._key(record, row) for record in ("reader", "report", "excluded") for row in range(num_receivers)]
         self._link.call(lambda store: store.multi_set(keys, [_words()] * len(keys)))  # type: ignore[list-item]
 
     def put(self, record: Record, row: int, *words: int) -> None:
@@ -152,7 +128,7 @@ class StoreBoard:
 
     def read(self, area: Area, at: int, num_bytes: int) -> bytes:
         keys = [self._key(area, at, index) for index in range(-(-num_bytes // _PART_BYTES))]
-        value = b"".join(self._link.call(lambda store, key=key: store.get(key)) for key in keys)
+        value = self._link.call(lambda store: b"".join(map(store.get, keys)))
         if len(value) != num_bytes:
             raise LinkError(f"expected {num_bytes} bytes for {area} {at} in the link's store, got {len(value)}")
         return value
@@ -171,22 +147,32 @@ def _words(*words: int) -> bytes:
     return np.array([*words, *[0] * (WORDS - len(words))], "<i8").tobytes()
 
 
-def open_store(address: LinkAddress, timeout_s: float, server: Store | None = None) -> LinkStore:
-    """Return a client of a link's store.
+def create_store(link: GroupLink, timeout_s: float) -> TCPStore:
+    """Return a store that listens on the link's host and no other address."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(link.host, link.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(target[:2], family=family)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot listen on {link.host} port {link.port} ({error.strerror}): host must be an address of the machine "
+            f"of trainer rank 0, and the port must be free"
+        ) from error
+    port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
+    fd = listening.detach()  # TCPStore's own socket would listen on all addresses
+    return TCPStore(link.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
 
-    Args:
-        server: the store itself, in the process that hosts it.
-    """
-    if server is None:
-        try:
-            timeout = timedelta(seconds=timeout_s)
-            server = TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
-        except DistError as error:
-            raise LinkError(
-                f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer "
-                f"is running and that GroupLink(host=...) is an address this machine can reach"
-            ) from error
-    return LinkStore(server, address.session)
+
+def open_store(address: LinkAddress, timeout_s: float) -> LinkStore:
+    """Return a client of a link's store."""
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+    except DistError as error:
+        raise LinkError(
+            f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer is "
+            f"running and that GroupLink(host=...) is an address this machine can reach"
+        ) from error
+    return LinkStore(store, address.session)
 
 
 def wire_name(rank: int, row: int, number: int) -> str:

@@ -4,9 +4,10 @@ torch's ProcessGroupNCCL is not used: its watchdog kills a process whose peer ha
 Communicators are non-blocking, so that every call returns and the caller enforces the timeout.
 """
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.remote.wire import TRAINER, WireError
 
-ID_BYTES = 128
-SUCCESS, IN_PROGRESS = 0, 7
+_SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21400
 
@@ -27,7 +27,7 @@ class NcclError(RuntimeError):
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
+    _fields_ = (("internal", ctypes.c_byte * 128),)
 
 
 class _Config(ctypes.Structure):
@@ -43,85 +43,29 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    """Return NCCL. Its functions receive everything wider than an int as a ctypes object."""
     try:
         library = ctypes.CDLL("libnccl.so.2")  # already loaded by torch
     except OSError as error:
         raise NcclError(f"cannot load NCCL ({error}); install a torch build with CUDA, which includes it") from error
-    communicator, stream = ctypes.c_void_p, ctypes.c_void_p
-    library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclGetErrorString.argtypes = [ctypes.c_int]
-    library.ncclGetLastError.restype = ctypes.c_char_p
-    library.ncclGetLastError.argtypes = [communicator]
-    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-    library.ncclCommInitRankConfig.argtypes = [
-        ctypes.POINTER(communicator),
-        ctypes.c_int,
-        _UniqueId,
-        ctypes.c_int,
-        ctypes.POINTER(_Config),
-    ]
-    library.ncclCommGetAsyncError.argtypes = [communicator, ctypes.POINTER(ctypes.c_int)]
-    for name in ("ncclSend", "ncclRecv"):
-        getattr(library, name).argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            communicator,
-            stream,
-        ]
-    library.ncclCommAbort.argtypes = [communicator]
+    library.ncclGetErrorString.restype = library.ncclGetLastError.restype = ctypes.c_char_p
     return library
 
 
-def unique_id() -> bytes:
-    """Return an ID that the members of a new communicator share."""
-    identity = _UniqueId()
-    _check(_library().ncclGetUniqueId(ctypes.byref(identity)), None)
-    return bytes(identity)
-
-
-class Communicator:
-    """A communicator of `size` processes. A call only starts an operation; it has finished when `is_settled` returns
-    True.
-
-    The rank's device must be current when it is created and used.
-    """
-
-    def __init__(self, identity: bytes, rank: int, size: int) -> None:
-        self._handle = ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
-        code = _library().ncclCommInitRankConfig(
-            ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(identity), rank, ctypes.byref(config)
-        )
-        _check(code, None)
-
-    def is_settled(self) -> bool:
-        """Return whether all started operations are set up, or queued on their stream."""
-        code = ctypes.c_int()
-        _check(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(code)), self._handle)
-        _check(code.value, self._handle)
-        return code.value == SUCCESS
-
-    def send(self, address: int, num_bytes: int, peer: int, stream: int) -> None:
-        _check(_library().ncclSend(address, num_bytes, _UINT8, peer, self._handle, stream), self._handle)
-
-    def recv(self, address: int, num_bytes: int, peer: int, stream: int) -> None:
-        _check(_library().ncclRecv(address, num_bytes, _UINT8, peer, self._handle, stream), self._handle)
-
-    def abort(self) -> None:
-        """Abort running operations and free everything, independent of the other side."""
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            _check(_library().ncclCommAbort(handle), None)
-
-
-def _check(code: int, handle: ctypes.c_void_p | None) -> None:
-    if code in (SUCCESS, IN_PROGRESS):
+def _check(code: int) -> None:
+    if code in (_SUCCESS, _IN_PROGRESS):
         return
     text = _library().ncclGetErrorString(code).decode()
-    detail = (_library().ncclGetLastError(handle) or b"").decode().strip()
+    detail = (_library().ncclGetLastError(None) or b"").decode().strip()
     raise NcclError(f"NCCL: {text}" + (f" ({detail})" if detail else ""))
+
+
+@contextlib.contextmanager
+def _as_wire_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (NcclError, DistError, TimeoutError) as error:
+        raise WireError(f"{what} ({error})") from error
 
 
 class NcclWire:
@@ -135,50 +79,60 @@ class NcclWire:
         self._device = device
         self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
+        self._communicator = ctypes.c_void_p()
         try:
-            if rank == TRAINER:
-                identity = unique_id()
-                store.set(f"{name}/nccl", identity)  # type: ignore[arg-type]
-            else:
-                identity = store.get(f"{name}/nccl")
-            with torch.cuda.device(device):
-                self._communicator = Communicator(identity, rank, 2)
-        except (NcclError, DistError) as error:
-            raise WireError(f"could not be connected ({error})") from error
-        try:
-            self._until(self._communicator.is_settled, timeout_s, lambda: None)
+            with _as_wire_error("could not be connected"):
+                self._connect(store, f"{name}/nccl", rank)
+                self._until(self._is_settled, timeout_s, lambda: None)
         except WireError:
             self.close()
             raise
 
     def send(self, data: Tensor) -> None:
-        self._start(self._communicator.send, data)
+        self._start(_library().ncclSend, data)
 
     def recv(self, data: Tensor) -> None:
-        self._start(self._communicator.recv, data)
+        self._start(_library().ncclRecv, data)
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
-        self._until(self._communicator.is_settled, timeout_s, check)
-        done = torch.cuda.Event()
-        with torch.cuda.device(self._device):
-            done.record(self._stream)
-        self._until(lambda: self._communicator.is_settled() and done.query(), timeout_s, check)
+        with _as_wire_error("broke"):
+            self._until(self._is_settled, timeout_s, check)
+            done = self._stream.record_event()
+            self._until(lambda: self._is_settled() and done.query(), timeout_s, check)
 
     def close(self) -> None:
-        with torch.cuda.device(self._device):
-            self._communicator.abort()
-
-    def _start(self, transfer: Callable[[int, int, int, int], None], data: Tensor) -> None:
-        try:
+        """Abort running transfers and free everything."""
+        communicator, self._communicator = self._communicator, ctypes.c_void_p()
+        if communicator:
             with torch.cuda.device(self._device):
-                transfer(data.data_ptr(), data.numel(), self._peer, self._stream.cuda_stream)
-        except NcclError as error:
-            raise WireError(f"broke ({error})") from error
+                _check(_library().ncclCommAbort(communicator))
+
+    def _connect(self, store: Store, key: str, rank: int) -> None:
+        identity = _UniqueId()
+        if rank == TRAINER:
+            _check(_library().ncclGetUniqueId(ctypes.byref(identity)))
+            store.set(key, bytes(identity))  # type: ignore[arg-type]
+        else:
+            identity = _UniqueId.from_buffer_copy(store.get(key))
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0)
+        communicator = ctypes.byref(self._communicator)
+        with torch.cuda.device(self._device):
+            _check(_library().ncclCommInitRankConfig(communicator, 2, identity, rank, ctypes.byref(config)))
+
+    def _start(self, transfer: Callable[..., int], data: Tensor) -> None:
+        address, num_bytes = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
+        stream = ctypes.c_void_p(self._stream.cuda_stream)
+        with _as_wire_error("broke"), torch.cuda.device(self._device):
+            _check(transfer(address, num_bytes, _UINT8, self._peer, self._communicator, stream))
+
+    def _is_settled(self) -> bool:
+        """Return whether all started operations are set up, or queued on their stream."""
+        code = ctypes.c_int()
+        _check(_library().ncclCommGetAsyncError(self._communicator, ctypes.byref(code)))
+        _check(code.value)
+        return code.value == _SUCCESS
 
     def _until(self, over: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> None:
         wait = PollingWait(timeout_s, "the other side", check)
-        try:
-            while not over():
-                wait.pause()
-        except (NcclError, TimeoutError) as error:
-            raise WireError(f"broke ({error})") from error
+        while not over():
+            wait.pause()

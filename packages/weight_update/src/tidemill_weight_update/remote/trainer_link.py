@@ -3,18 +3,16 @@
 import secrets
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Store
 
 from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, Reader, Readers, ReaderState, Text
-from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, listen, open_store, wire_name
+from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, create_store, open_store, wire_name
 from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
 
@@ -24,45 +22,38 @@ class Connections:
     The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
     opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
 
-    Args:
-        server: the store, on the trainer rank that hosts it.
-
     Attributes:
         timeout_s: longest time to connect a wire, and for one transfer.
     """
 
-    def __init__(
-        self, address: LinkAddress, rank: int, num_receivers: int, timeout_s: float, server: Store | None
-    ) -> None:
+    def __init__(self, address: LinkAddress, rank: int, num_receivers: int, timeout_s: float) -> None:
         self.address = address
         self.timeout_s = timeout_s / 2  # before rank 0 excludes engine ranks that wait meanwhile
         self._rank = rank
-        self._store = open_store(address, timeout_s, server)
+        self._store = open_store(address, timeout_s)
         board = StoreBoard(self._store, address.mailbox_path(rank), rank)
         board.make_room(num_receivers)
         self.mailbox = Mailbox(board)
         self.control = self.mailbox if rank == 0 else Mailbox(StoreBoard(self._store, address.mailbox_path(0), 0))
-        self._own_address = address.own_address()
         self._wires: dict[int, tuple[int, Wire]] = {}
         self._messages: dict[int, tuple[BucketDescriptor, dict[Text, Message]]] = {}
 
-    def message(self, reader: Reader, bucket: int, descriptor: BucketDescriptor) -> Message:
-        """Return the message for what the engine rank reads of a bucket."""
+    def message(self, reader: Reader, bucket: int, descriptor: BucketDescriptor, device: torch.device) -> Message:
+        """Return the message for what the engine rank reads of a bucket in an arena on `device`."""
         if bucket not in self._messages or self._messages[bucket][0] is not descriptor:
             self._messages[bucket] = descriptor, {}
         messages = self._messages[bucket][1]
         if reader.parts not in messages:
             parts = bytes(self.mailbox.board.read("parts", *reader.parts))
-            messages[reader.parts] = Message(descriptor, parts)
+            messages[reader.parts] = Message(descriptor, parts, device)
         return messages[reader.parts]
 
     def wire(self, row: int, reader: Reader, device: torch.device) -> Wire:
         """Return the wire to the engine rank in `row`; connect if there is none."""
-        if row in self._wires and self._wires[row][0] != reader.wire:
+        if row not in self._wires or self._wires[row][0] != reader.wire:
             self.drop(row)
-        if row not in self._wires:
             name = wire_name(self._rank, row, reader.wire)
-            wire = self._store.connect(name, TRAINER, device, self._own_address, self.timeout_s)
+            wire = self._store.connect(name, TRAINER, device, self.address, self.timeout_s)
             self._wires[row] = reader.wire, wire
         return self._wires[row][1]
 
@@ -110,20 +101,22 @@ class RemoteReaders(Readers):
 
     def _send(self, waiting: Mapping[int, Reader], bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
         """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
-        messages = {row: self._connections.message(reader, bucket, descriptor) for row, reader in waiting.items()}
-        packed = {message: message.pack(arena) for message in dict.fromkeys(messages.values()) if message.num_bytes}
+        messages = {}
+        for row, reader in waiting.items():
+            message = self._connections.message(reader, bucket, descriptor, arena.device)
+            if message.num_bytes:
+                messages[row] = message
+        packed = {message: message.pack(arena) for message in set(messages.values())}
         if arena.device.type == "cuda":
             torch.cuda.synchronize(arena.device)  # see NcclWire
         sending = {}
         for row, message in messages.items():
-            if message not in packed:
-                continue
             try:
-                sending[row] = self._connections.wire(row, waiting[row], arena.device)
-                sending[row].send(packed[message])
+                wire = self._connections.wire(row, waiting[row], arena.device)
+                wire.send(packed[message])
+                sending[row] = wire
             except WireError:
                 self._drop(row)
-                sending.pop(row, None)
         deadline = time.monotonic() + self._connections.timeout_s
         for row, wire in sending.items():
             try:
@@ -155,7 +148,7 @@ class TrainerLink:
         self._link = link
         self._rank = rank
         self._timeout_s = timeout_s
-        self._server: Store | None = None
+        self._server: TCPStore | None = None
         self._identity = (0, 0)
         self._connections: Connections | None = None
 
@@ -167,18 +160,8 @@ class TrainerLink:
     def open(self) -> tuple[int, int]:
         """Open the store unless it is open; return its port and session. On rank 0 only."""
         if self._server is None:
-            with listen(self._link) as socket:
-                port = socket.getsockname()[1]
-                self._server = TCPStore(
-                    self._link.host,
-                    port,
-                    None,
-                    True,
-                    timedelta(seconds=self._timeout_s),
-                    wait_for_workers=False,
-                    master_listen_fd=socket.detach(),  # TCPStore's own socket would listen on all addresses
-                )
-            self._identity = (port, secrets.randbits(62))
+            self._server = create_store(self._link, self._timeout_s)
+            self._identity = self._server.port, secrets.randbits(62)
         return self._identity
 
     def is_at(self, port: int, session: int) -> bool:
@@ -186,13 +169,11 @@ class TrainerLink:
         return self._identity == (port, session)
 
     def connect(self, port: int, session: int, num_receivers: int) -> Mailbox:
-        """Return this rank's mailbox in the store that rank 0 has opened, with space for `num_receivers` engine
-        ranks.
-        """
+        """Return this rank's mailbox in the store of rank 0, with space for `num_receivers` engine ranks."""
         if self._connections is None:
             self._identity = port, session
             address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
-            self._connections = Connections(address, self._rank, num_receivers, self._timeout_s, self._server)
+            self._connections = Connections(address, self._rank, num_receivers, self._timeout_s)
         return self._connections.mailbox
 
     def readers(self, sequence: int, num_receivers: int) -> RemoteReaders:

@@ -19,7 +19,7 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.copy.copier import Copier
 from tidemill_weight_update.copy.table import Copy, CopyTable, build_tables, in_a_row
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.tensors import Box
+from tidemill_weight_update.tensors import Box, are_disjoint
 
 TRAINER, ENGINE = 0, 1
 """Ranks of the two sides of a wire."""
@@ -66,26 +66,24 @@ class GlooWire:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
-        try:
+        with _as_wire_error("could not be connected"):
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             self._group = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
-        except RuntimeError as error:
-            raise WireError(f"could not be connected ({_reason(error)})") from error
         self._peer = 1 - rank
         self._work: Work | None = None
 
     def send(self, data: Tensor) -> None:
-        with _as_wire_error():
+        with _as_wire_error("broke"):
             self._work = self._group.send([data], self._peer, 0)  # type: ignore[attr-defined]
 
     def recv(self, data: Tensor) -> None:
-        with _as_wire_error():
+        with _as_wire_error("broke"):
             self._work = self._group.recv([data], self._peer, 0)  # type: ignore[attr-defined]
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> None:
         work, self._work = self._work, None
         assert work is not None, "call send or recv before wait"
-        with _as_wire_error():
+        with _as_wire_error("broke"):
             work.wait(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
@@ -96,16 +94,12 @@ class GlooWire:
 
 
 @contextlib.contextmanager
-def _as_wire_error() -> Iterator[None]:
+def _as_wire_error(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise WireError(f"broke ({_reason(error)})") from error
-
-
-def _reason(error: RuntimeError) -> str:
-    """Return gloo's message without its source location."""
-    return str(error).splitlines()[0].split("] ", 1)[-1]
+        reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
+        raise WireError(f"{what} ({reason})") from error
 
 
 Parts = tuple[tuple[Box, ...], ...]
@@ -129,7 +123,7 @@ def parts_of(descriptor: BucketDescriptor, plan: CopyPlan) -> Parts:
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:
     """Return the distinct boxes; if two overlap, the smallest box around all of them."""
     distinct = list(dict.fromkeys(boxes))
-    if not any(a.intersect(b) for i, a in enumerate(distinct) for b in distinct[:i]):
+    if are_disjoint(distinct):
         return distinct
     dims = range(len(distinct[0].shape))
     start = tuple(min(box.start[dim] for box in distinct) for dim in dims)
@@ -154,7 +148,7 @@ def pack_descriptor(descriptor: BucketDescriptor, parts: Parts) -> tuple[BucketD
     return replace(descriptor, shards=shards, memories=()), num_bytes
 
 
-def pack_tables(descriptor: BucketDescriptor, packed: BucketDescriptor) -> tuple[CopyTable, ...]:
+def _pack_tables(descriptor: BucketDescriptor, packed: BucketDescriptor) -> tuple[CopyTable, ...]:
     """Return the copies from the bucket's arena (memory 0) into the message (target 0)."""
     copies = [
         Copy(source.name, place.box, "message", place.offset, place.strides, source.dtype)
@@ -166,20 +160,17 @@ def pack_tables(descriptor: BucketDescriptor, packed: BucketDescriptor) -> tuple
 
 
 class Message:
-    """The part of a bucket that is sent to engine ranks which read the same parts."""
+    """The part of a bucket, in an arena on `device`, that is sent to engine ranks which read the same parts."""
 
-    def __init__(self, descriptor: BucketDescriptor, parts: bytes) -> None:
+    def __init__(self, descriptor: BucketDescriptor, parts: bytes, device: torch.device) -> None:
         packed, self.num_bytes = pack_descriptor(descriptor, parts_from_json(parts))
-        self.is_whole_bucket = packed.shards == descriptor.shards
-        self._tables: tuple[CopyTable, ...] = () if self.is_whole_bucket else pack_tables(descriptor, packed)
-        self._copier: Copier | None = None
+        is_whole_bucket = packed.shards == descriptor.shards
+        self._copier = None if is_whole_bucket else Copier(_pack_tables(descriptor, packed), device)
 
     def pack(self, arena: Tensor) -> Tensor:
         """Return the parts of the bucket in `arena`, uint8 [num_bytes]; on a GPU the copy is queued."""
-        if self.is_whole_bucket:
-            return arena[: self.num_bytes]
         if self._copier is None:
-            self._copier = Copier(self._tables, arena.device)
+            return arena[: self.num_bytes]
         packed = torch.empty(self.num_bytes, dtype=torch.uint8, device=arena.device)
         self._copier.run([arena], [packed])
         return packed
