@@ -202,6 +202,15 @@ def test_invalid_tensors_are_refused(items, error, message, mode):
     updater.close()
 
 
+@pytest.mark.parametrize("wrong", [None, lambda: None])
+def test_what_returns_no_tensors_is_refused(wrong):
+    updater = WeightUpdater([ToyEngine()])
+    for call in (updater.declare, lambda tensors: updater.update(tensors, 1)):
+        with pytest.raises(TypeError, match=r"a function that returns .*got None|returned None"):
+            call(wrong)
+    updater.close()
+
+
 @pytest.mark.parametrize("error", [KeyError("lost"), KeyboardInterrupt()])
 def test_function_whose_tensors_end_with_an_error_leaves_engines_paused(error):
     engines = [ToyEngine(2), ToyEngine(1)]

@@ -2,7 +2,8 @@
 
 The format is that of the checkpoints of DeepSeek-V3 and Qwen3-FP8: each block of 128 x 128 elements of a matrix has one
 scale, `max|w| / 448` in float32, and its elements are `w / scale` in float8_e4m3fn. The scales of `name` are named
-`name + "_scale_inv"`, although the weights are multiplied by them. A block of zeros has scale 1.
+`name + "_scale_inv"`, although the weights are multiplied by them. A block of zeros, or of numbers whose scale is
+rounded to 0, has scale 1.
 """
 
 import json
@@ -213,7 +214,8 @@ def _run_on_cpu(task: "Task", matrix: _Matrix, values: Tensor) -> None:
 
 
 def _scales(maxima: Tensor) -> Tensor:
-    return torch.where(maxima == 0, 1.0, maxima / torch.finfo(FP8).max)
+    scales = maxima / torch.finfo(FP8).max
+    return torch.where(scales == 0, 1.0, scales)
 
 
 def _check(name: str, tensor: Tensor | ShardLike) -> None:

@@ -23,6 +23,9 @@ class UpdateStats:
         through_loader: name -> reason, for tensors that engines loaded with SGLang's own loader. A long list is
             truncated to 200 names per engine rank; `num_unverified` counts all of them.
         quarantined: name of each engine that failed -> error. Later updates exclude it until `WeightUpdater.readmit`.
+        excluded: name -> error of each engine that was left out because it failed earlier, also in an update that
+            raised or was interrupted. It is paused, unless it has the old weights or its error says that pausing it
+            failed: such an engine may serve old and new weights.
         prepare_s: time to describe the tensors to the engines.
         gather_s: time to gather DTensors into full tensors; stock path only.
         fill_s: time to copy (and cast) into shared memory and to compute the checksums of what is sent.
@@ -48,6 +51,7 @@ class UpdateStats:
     engine_s: dict[str, float] = field(default_factory=dict)
     through_loader: dict[str, str] = field(default_factory=dict)
     quarantined: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:

@@ -333,12 +333,17 @@ Source = list[Item] | Callable[[], Iterable[Item]]
 
 def source_of(named_tensors: NamedTensors) -> Source:
     """Return the tensors as a list, or the function that makes them."""
+    if not callable(named_tensors) and not isinstance(named_tensors, Iterable):
+        raise TypeError(f"expected (name, tensor) pairs or a function that returns them, got {named_tensors!r:.80}")
     return named_tensors if callable(named_tensors) else list(named_tensors)
 
 
 def items_of(source: Source) -> Iterable[Item]:
     """Return the tensors; those of a function are made while they are read."""
-    return source() if callable(source) else source
+    items = source() if callable(source) else source
+    if not isinstance(items, Iterable):
+        raise TypeError(f"expected a function that returns (name, tensor) pairs, {source!r} returned {items!r:.80}")
+    return items
 
 
 def checked_item(item: object, seen: set[str]) -> Item:

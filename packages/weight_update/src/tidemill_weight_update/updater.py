@@ -1,6 +1,7 @@
 """The public entry point: sends named tensors from a trainer to engines."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,11 +70,15 @@ class WeightUpdater:
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         if in_flight not in IN_FLIGHT:
             raise ValueError(f"in_flight must be one of {', '.join(map(repr, IN_FLIGHT))}, got {in_flight!r}")
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+        if link is not None and not isinstance(link, GroupLink):
+            raise TypeError(f"link must be a GroupLink, such as GroupLink(host='10.0.0.1'), got {link!r}")
         self._engines = Engines(engines)
         self._ranks = Ranks(process_group)
         place = None if device is None else torch.device(device)
+        if place is not None and place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device is {device}, but this process has {torch.cuda.device_count()} CUDA devices")
         self._fast = FastPath(
             self._ranks,
             bucket_bytes=bucket_bytes,
@@ -120,7 +125,7 @@ class WeightUpdater:
                 rank failed, or the updater is closed. An error on one rank raises on all ranks. After `RankLostError`,
                 close the updater; the remaining ranks can create another one.
         """
-        return self._send(lambda: self._describe(named_tensors, partial=partial), str(weight_version), None)
+        return self._send(lambda: self._describe(named_tensors, partial=partial), weight_version, None)
 
     def declare(self, named_tensors: NamedTensors, *, partial: bool = False) -> Transfer:
         """Describe tensors once, to send them at every step with `Transfer.send`.
@@ -152,7 +157,7 @@ class WeightUpdater:
         Args:
             engines: engines to update; used on rank 0 only, other ranks may pass an empty sequence.
         """
-        return self._send(lambda: self._describe(named_tensors, partial=False), str(weight_version), engines)
+        return self._send(lambda: self._describe(named_tensors, partial=False), weight_version, engines)
 
     def _describe(self, named_tensors: NamedTensors, *, partial: bool, number: int = 0) -> Transfer:
         """Describe tensors, unless they are those described last."""
@@ -161,15 +166,16 @@ class WeightUpdater:
             return Transfer(source, self._fast.declare(source), partial=partial, number=number, send=self._send)
 
     def _send(
-        self, describe: Callable[[], Transfer], version: str, readmitted: Sequence[EngineClient] | None
+        self, describe: Callable[[], Transfer], weight_version: int | str, readmitted: Sequence[EngineClient] | None
     ) -> UpdateStats:
         """Send tensors to the engines to readmit, or to all that are not excluded."""
         started = time.perf_counter()
+        version = str(weight_version)
         stages, failure = Stages(), Failure()
         transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 6
         self._sequence += 1
         with failure:
-            self._check_ready(version)
+            self._check_ready(weight_version)
             with stages("prepare"):
                 transfer = describe()
             fleet = self._assemble(readmitted)
@@ -233,7 +239,7 @@ class WeightUpdater:
         stages, failure = Stages(), Failure()
         fleet = Fleet([], "wait")
         with failure:
-            self._check_ready(version)
+            self._check_ready(weight_version)
             if not name:
                 raise ValueError("name must not be empty")
             if self._ranks.rank == 0:
@@ -257,9 +263,11 @@ class WeightUpdater:
         if self._closed:
             raise RuntimeError("this WeightUpdater is closed; create a new one")
 
-    def _check_ready(self, version: str) -> None:
+    def _check_ready(self, weight_version: int | str) -> None:
         self._check_open()
-        if not version:
+        if not isinstance(weight_version, int | str):
+            raise TypeError(f"weight_version must be a number or a string, got {weight_version!r}")
+        if weight_version == "":
             raise ValueError("weight_version must not be empty")
 
     def _assemble(self, readmitted: Sequence[EngineClient] | None) -> Fleet:
@@ -298,7 +306,8 @@ class WeightUpdater:
     ) -> UpdateStats:
         """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
-        outcome: dict[str, Any] = json.loads(self._ranks.gather_texts(json.dumps(fleet.outcome()))[0])
+        mine = fleet.outcome() | {"excluded": self._engines.excluded(fleet)}
+        outcome: dict[str, Any] = json.loads(self._ranks.gather_texts(json.dumps(mine))[0])
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return UpdateStats(

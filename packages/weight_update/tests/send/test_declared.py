@@ -44,6 +44,15 @@ def test_declared_parameters_are_sent_as_they_are_at_each_step(engine, updater):
         assert holds(engine, tensors(version))
 
 
+def test_function_finds_parameters_that_were_replaced(engine, updater):
+    held = parameters(0)
+    transfer = updater.declare(held.items)
+    for version in range(3):
+        held.update(parameters(version))
+        assert transfer.send(version).verified
+        assert holds(engine, tensors(version))
+
+
 def test_function_that_makes_temporaries_is_declared(engine, updater):
     made = []
 

@@ -1,5 +1,7 @@
 """Stock path from one trainer process."""
 
+import logging
+import math
 import pickle
 import re
 
@@ -76,14 +78,45 @@ def test_failed_engine_is_quarantined_and_others_are_updated():
     assert [engine.version for engine in engines] == ["1", "default"]
     assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
     engines[1].calls.clear()
-    assert updater.update(items, 2).quarantined == {}
+    stats = updater.update(items, 2)
+    assert stats.quarantined == {}
+    assert re.fullmatch(message, stats.excluded["engine 1 of 2 (StockToyEngine)"])
     assert engines[1].calls == []  # skipped
     engines[1].fail_at = None
     stats = updater.readmit([engines[1]], items, 2)
-    assert (stats.quarantined, engines[1].version, engines[1].calls[-1]) == ({}, "2", "resume")
+    assert (stats.quarantined, stats.excluded) == ({}, {})
+    assert (engines[1].version, engines[1].calls[-1]) == ("2", "resume")
     assert_same(engines[1].weights, dict(items))
     updater.update(items, 3)
     assert [engine.version for engine in engines] == ["3", "3"]
+
+
+def test_engines_of_the_stock_path_are_named_once(caplog):
+    updater = WeightUpdater([StockToyEngine()])
+    with caplog.at_level(logging.WARNING):
+        for version in range(3):
+            updater.update([("t0", torch.zeros(8))], version)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "StockToyEngine was launched without sglang_launch_args()"
+    ]
+
+
+def test_engine_of_an_interrupted_update_is_listed_until_it_is_readmitted():
+    engines = [StockToyEngine(), StockToyEngine()]
+    updater = WeightUpdater(engines)
+    engines[1].load_bucket = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        updater.update([("t0", torch.zeros(8))], 1)
+    with pytest.raises(RuntimeError, match=r"all engines are excluded .* call readmit\(\)"):
+        updater.update([("t0", torch.zeros(8))], 2)
+    del engines[1].load_bucket
+    stats = updater.readmit(engines[:1], [("t0", torch.zeros(8))], 2)
+    assert list(stats.excluded) == ["engine 1 of 2 (StockToyEngine)"]
+    assert "KeyboardInterrupt" in stats.excluded["engine 1 of 2 (StockToyEngine)"]
+
+
+def interrupted(bucket: BucketHandle) -> None:
+    raise KeyboardInterrupt
 
 
 def test_update_that_fails_on_all_engines_is_an_error():
@@ -202,7 +235,10 @@ def test_bad_arguments_are_refused():
         ({"dtype": torch.int8}, "must be a floating-point dtype such as torch.bfloat16, got torch.int8"),
         ({"dtype": "bfloat16"}, "must be a floating-point dtype such as torch.bfloat16, got 'bfloat16'"),
         ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
-        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        ({"timeout_s": 0}, "timeout_s must be positive and finite, got 0"),
+        ({"timeout_s": math.inf}, "timeout_s must be positive and finite, got inf"),
+        ({"timeout_s": math.nan}, "timeout_s must be positive and finite, got nan"),
+        ({"device": "cuda:99"}, r"device is cuda:99, but this process has \d+ CUDA devices"),
     ]:
         with pytest.raises(ValueError, match=message):
             WeightUpdater([StockToyEngine()], **kwargs)
@@ -212,6 +248,10 @@ def test_bad_arguments_are_refused():
         TypeError, match=r"expected an engine client as engine 1 of 2, got .*pass LocalEngine\(engine\)"
     ):
         WeightUpdater([StockToyEngine(), object()])
+    with pytest.raises(TypeError, match=r"link must be a GroupLink, such as GroupLink\(host=.*got '10\.0\.0\.1'"):
+        WeightUpdater([StockToyEngine()], link="10.0.0.1")
+    with pytest.raises(TypeError, match="weight_version must be a number or a string, got None"):
+        WeightUpdater([StockToyEngine()]).update([("a", torch.zeros(1))], None)
     twice = StockToyEngine()
     message = r"engine 2 of 3 \(StockToyEngine\) is listed twice; pass each engine once"
     with pytest.raises(ValueError, match=message):

@@ -61,7 +61,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         status, content = self.server.failing.get(self.path.partition("?")[0], (200, ""))
         if self.headers.get("Authorization") != "Bearer secret":
             status, content = 401, "Unauthorized"
-        if status == 200:
+        if status == 200 and not content:
             if self.path == "/server_info":
                 content = json.dumps(
                     {"tp_size": 2, "custom_weight_loader": self.server.loaders} | self.server.arguments
@@ -139,6 +139,14 @@ def test_unreachable_or_slow_server_is_an_error(server):
         WeightUpdater([HttpEngine(server.url, api_key="secret", timeout_s=0.1)]).update(ITEMS, 1)
     with pytest.raises(RuntimeError, match=r"cannot reach the server \(ConnectionRefusedError.*is it running\?"):
         WeightUpdater([HttpEngine("http://127.0.0.1:9")]).update(ITEMS, 1)
+
+
+@pytest.mark.parametrize("content", ["<html>welcome</html>", "{}", "[1]"])
+def test_server_that_is_not_sglang_is_named(server, content):
+    server.failing["/server_info"] = (200, content)
+    message = r"engine 0 of 1 \(HttpEngine.*GET /server_info: expected JSON with 'tp_size', got b'.*is it an SGLang"
+    with pytest.raises(RuntimeError, match=message):
+        WeightUpdater([HttpEngine(server.url, api_key="secret")]).update(ITEMS, 1)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://"])

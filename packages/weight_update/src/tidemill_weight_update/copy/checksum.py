@@ -78,12 +78,14 @@ def checksum_rows(rows: Tensor, pos: int, pos_pitch: int) -> Tensor:
 @lru_cache(maxsize=128)  # the pieces of a small model are the same at each update; at most 64 MiB
 def _factors(rows: int, cols: int, pos: int, pos_pitch: int, lanes: int, device: torch.device) -> Tensor:
     """Return the factors of the elements of equidistant rows: int64 [rows, cols]."""
-    if rows > 1 and pos_pitch % lanes:  # each row starts at another lane
-        return torch.cat([_factors(1, cols, pos + row * pos_pitch, 0, lanes, device) for row in range(rows)])
-    group, lane = divmod(pos, lanes)
-    down = torch.arange(rows, device=device)[:, None] * (pos_pitch // lanes)
-    mixes = mix32(group + down + torch.arange(-(-(lane + cols) // lanes), device=device)).bitwise_or_(1)
     powers = torch.tensor([pow(LANE_FACTOR, lane, 2**32) for lane in range(lanes)], device=device)
+    down = torch.arange(rows, device=device)[:, None]
+    if rows > 1 and pos_pitch % lanes:  # each row starts at another lane
+        at = pos + down * pos_pitch + torch.arange(cols, device=device)
+        return mix32(at // lanes).bitwise_or_(1) * powers[at % lanes]
+    group, lane = divmod(pos, lanes)
+    groups = group + down * (pos_pitch // lanes) + torch.arange(-(-(lane + cols) // lanes), device=device)
+    mixes = mix32(groups).bitwise_or_(1)
     return (mixes[:, :, None] * powers).view(rows, -1)[:, lane : lane + cols]
 
 

@@ -51,7 +51,8 @@ def _quantize(table, matrix_of, VALUE: tl.constexpr, ALIGNED: tl.constexpr, FIND
         # The maximum of a GPU leaves NaNs out.
         scale = tl.where(tl.max(tl.max((value != value).to(tl.int32), 1), 0) > 0, float("nan"), scale)
         if WRITE:
-            scale = tl.where(scale == 0.0, 1.0, tl.math.div_rn(scale, _MAX))
+            scale = tl.math.div_rn(scale, _MAX)
+            scale = tl.where(scale == 0.0, 1.0, scale)
         tl.store(scale_at, scale)
     else:
         scale = tl.load(scale_at)

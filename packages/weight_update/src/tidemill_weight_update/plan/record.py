@@ -13,8 +13,9 @@ from tidemill_weight_update.plan.plan import CopyPlan, Fill
 from tidemill_weight_update.plan.tracer import Tracer, Write
 from tidemill_weight_update.tensors import SourceSpec
 
+_HINT = "; compare this name and shape with those of the engine's checkpoint"
 _FP8_HINT = (
-    "; the engine has float8 parameters: if it quantizes a checkpoint while loading, launch it with fp8_launch_args() "
+    "; only one of the engine and the sent tensors is in block-wise float8: launch the engine with fp8_launch_args() "
     "of tidemill_weight_update.fp8, and send BlockFp8(named_tensors).quantize()"
 )
 
@@ -53,7 +54,7 @@ def record(model: nn.Module, sources: Sequence[SourceSpec]) -> CopyPlan:
         with tracer:
             model.load_weights(named_tensors())  # pyright: ignore[reportCallIssue]
     except Exception as error:
-        hint = _FP8_HINT if _is_fp8(data.values()) and not _is_fp8(sources) else ""
+        hint = _FP8_HINT if _is_fp8(data.values()) != _is_fp8(sources) else _HINT
         raise RuntimeError(f"{what} failed {where}: {type(error).__name__}: {error}{hint}") from error
     finally:
         moved = _put_back(parameters, data)

@@ -171,7 +171,7 @@ class Transfer:
         *,
         partial: bool,
         number: int,
-        send: "Callable[[Callable[[], Transfer], str, Sequence[EngineClient] | None], UpdateStats]",
+        send: "Callable[[Callable[[], Transfer], int | str, Sequence[EngineClient] | None], UpdateStats]",
     ) -> None:
         self.source = source
         self.declaration = declaration
@@ -187,11 +187,11 @@ class Transfer:
                 (engines that loaded some of them are paused and excluded).
             RuntimeError: the memory of a declared tensor has moved; nothing was sent.
         """
-        return self._send(lambda: self, str(weight_version), None)
+        return self._send(lambda: self, weight_version, None)
 
     def readmit(self, engines: Sequence[EngineClient], weight_version: int | str) -> UpdateStats:
         """Load the tensors into engines that failed or join late; see `WeightUpdater.readmit`."""
-        return self._send(lambda: self, str(weight_version), engines)
+        return self._send(lambda: self, weight_version, engines)
 
     def check_memory(self) -> None:
         """Raise RuntimeError if the memory of a declared tensor has moved."""

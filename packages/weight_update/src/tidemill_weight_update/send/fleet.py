@@ -1,5 +1,6 @@
 """The engines of an updater and of one update, on the trainer rank that calls them."""
 
+import logging
 import threading
 import time
 from asyncio import CancelledError
@@ -12,6 +13,8 @@ from tidemill_weight_update.client import EngineClient, HoldingClient
 from tidemill_weight_update.control.board import PollingWait
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import IDLE, LOADED, UNCHANGED, Mailbox
+
+_log = logging.getLogger(__name__)
 
 InFlight = Literal["wait", "abort", "retract", "in_place"]
 IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
@@ -138,12 +141,17 @@ class Fleet:
             if all(self._state(row) != IDLE for row in member.rows):
                 calls.append((member, self._start(_hold, member)))
             else:
-                self._fail_late(member, "its ranks did not start in time")
+                self._fail_late(
+                    member,
+                    f"its ranks did not start within {max_wait_s:g} s: requests are still running (increase timeout_s "
+                    f'of WeightUpdater, or pass in_flight="abort" to end them), or the engine hangs or has exited (see '
+                    f"its log)",
+                )
         deadline = time.monotonic() + max_wait_s
         for member, call in calls:
             call.join(max(0.0, deadline - time.monotonic()))
             if call.is_alive():
-                self._fail_late(member, "it did not hold back requests in time")
+                self._fail_late(member, f"it did not hold back requests within {max_wait_s:g} s; see its log")
 
     def _wait_until_started(self, rows: set[int], max_wait_s: float) -> None:
         """Return when all of `rows` have started the update or never will, or after a timeout without progress."""
@@ -318,6 +326,7 @@ class Engines:
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self._clients = distinct(clients)
         self._excluded: dict[int, Member] = {}  # by id of the client, which the member keeps alive
+        self._on_stock_path: set[str] = set()
 
     def fleet(self, in_flight: InFlight, readmitted: Sequence[EngineClient] | None = None) -> Fleet:
         """Return the engines of an update.
@@ -335,11 +344,23 @@ class Engines:
         if not chosen:
             raise ValueError("expected at least one engine on rank 0, got none; pass engine clients as engines=[...]")
         fleet = Fleet(chosen, in_flight)
+        for name in {repr(member.client) for member in fleet.stock} - self._on_stock_path:
+            self._on_stock_path.add(name)
+            _log.warning(
+                "%s was launched without sglang_launch_args(): it is updated through SGLang's own loader, which is "
+                "slower, checks little and verifies nothing",
+                name,
+            )
         for member in fleet.members if readmitted is not None else []:
             member.paused = True
             if failed := self._excluded.get(id(member.client)):
                 member.unchanged, member.stopped = failed.unchanged, failed.stopped
         return fleet
+
+    def excluded(self, fleet: Fleet) -> dict[str, str]:
+        """Return names and errors of the excluded engines that did not take part in an update."""
+        taken = {id(member.client) for member in fleet.members}
+        return {member.name: member.error or "" for key, member in self._excluded.items() if key not in taken}
 
     def record(self, fleet: Fleet, *, is_complete: bool) -> None:
         """Exclude the engines that failed, unless all refused the update and none changed; include the others.

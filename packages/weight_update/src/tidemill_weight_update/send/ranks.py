@@ -150,7 +150,12 @@ def _as_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLostError(f"a trainer rank does not respond: {error}") from error
+        reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
+        raise RankLostError(
+            f"a trainer rank does not respond ({reason}): it has exited, hangs, or has called another method of its "
+            f"WeightUpdater than this rank; see the logs of the other ranks, close this WeightUpdater, and create "
+            f"another one on the remaining ranks"
+        ) from error
 
 
 def check_same_declaration(numbers: Sequence[int]) -> None:

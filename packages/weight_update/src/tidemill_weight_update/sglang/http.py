@@ -73,8 +73,7 @@ class HttpEngine:
     @property
     def _server_info(self) -> dict[str, Any]:
         if self._info is None:
-            self._info = json.loads(self._request("GET", "/server_info"))
-        assert self._info is not None
+            self._info = self._get("/server_info", "tp_size")
         return self._info
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
@@ -131,7 +130,7 @@ class HttpEngine:
         self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * FLUSH_WAIT_FRACTION)
 
     def get_weight_version(self) -> str:
-        return str(json.loads(self._request("GET", "/model_info"))["weight_version"])
+        return str(self._get("/model_info", "weight_version")["weight_version"])
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generation; new requests wait for `resume`. The server may be paused already.
@@ -157,8 +156,8 @@ class HttpEngine:
 
     def adapters(self) -> list[str]:
         """Return the adapters that GET /v1/models lists below the model itself."""
-        models = json.loads(self._request("GET", "/v1/models"))["data"]
-        return [model["id"] for model in models if model.get("parent") is not None]
+        models = self._get("/v1/models", "data")
+        return [model["id"] for model in models["data"] if model.get("parent") is not None]
 
     def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
         """Load an adapter through POST /load_lora_adapter_from_tensors."""
@@ -200,6 +199,17 @@ class HttpEngine:
         if self._flushing is not None:
             self._flushing.close()
             self._flushing = None
+
+    def _get(self, path: str, key: str) -> dict[str, Any]:
+        """Return a JSON object that has `key`."""
+        content = self._request("GET", path)
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or key not in answer:
+            raise RuntimeError(f"GET {path}: expected JSON with {key!r}, got {content[:80]!r}; is it an SGLang server?")
+        return answer
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         with closing(self._connect()) as connection:
