@@ -300,6 +300,7 @@ class WeightUpdater:
             finally:
                 self._fast.is_link_broken |= bool(fleet.failures())
                 self._engines.record(fleet, is_complete=is_complete)
+                self._fast.end()
 
     def _report(
         self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages

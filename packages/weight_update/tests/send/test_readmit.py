@@ -1,7 +1,11 @@
 """Engines that failed are excluded until they are readmitted, by this updater or another one."""
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
+from sources import WithEvent, fail
 from tidemill_weight_update import WeightUpdater
 from toy_engines import ToyEngine, as_mode, holds, tensors
 
@@ -101,3 +105,49 @@ def test_engine_whose_readmission_fails_is_not_part_of_later_updates():
     assert updater.update(tensors(1).items(), 1).quarantined == {}
     assert (known.version, new.version, new.requests) == ("1", "first", [])
     updater.close()
+
+
+class UpdatedTwice(ToyEngine):
+    """Calls `meanwhile` once between the load and the version."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def set_weight_version(self, version: str) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().set_weight_version(version)
+
+
+def test_second_updater_is_refused_until_the_first_one_has_ended():
+    engine = UpdatedTwice(2)
+    first, second = WeightUpdater([engine], bucket_bytes=300), WeightUpdater([engine], bucket_bytes=300)
+    second.update(tensors(0).items(), "second")
+    first.update(tensors(1).items(), "first")
+    message = rf"rank 0, 1: RuntimeError: another WeightUpdater \(process {os.getpid()}\) is updating this engine; wait"
+
+    def meanwhile() -> None:
+        with pytest.raises(RuntimeError, match=message):
+            second.update(tensors(2).items(), "second")
+
+    engine.meanwhile = meanwhile
+    assert first.update(tensors(3).items(), "first again").verified
+    assert engine.version == "first again"
+    assert holds(engine, tensors(3))
+    assert second.update(tensors(4).items(), "second again").verified  # it is not excluded
+    assert holds(engine, tensors(4))
+    assert first.update(tensors(5).items(), "last").verified
+    first.close()
+    second.close()
+
+
+def test_updater_that_has_failed_does_not_count():
+    engine = ToyEngine()
+    first = WeightUpdater([engine], bucket_bytes=100)
+    with pytest.raises(KeyError):
+        first.update(WithEvent(tensors(0).items(), 8, fail(KeyError("lost"))), 0)
+    second = WeightUpdater([engine], bucket_bytes=300)
+    assert second.readmit([engine], tensors(1).items(), 1).verified
+    assert holds(engine, tensors(1))
+    first.close()
+    second.close()

@@ -5,6 +5,7 @@ lower half. What belongs to another update is not seen.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,6 +38,7 @@ class TrainerState(IntEnum):
     OPEN = 2
     SENT = 3
     FAILED = 4
+    DONE = 5
 
 
 class EngineState(IntEnum):
@@ -145,14 +147,17 @@ class Mailbox:
         """Let the engines finish the update; all buckets are filled."""
         self._put_trainer(sequence, TrainerState.SENT, num_buckets)
 
+    def end(self, sequence: int) -> None:
+        """Announce that engines have the version of an update whose buckets were all sent, or are excluded."""
+        with suppress(LinkError):  # then nobody can read it
+            stamp = self.board.get("trainer", 0)[0]
+            if stamp >> 32 == sequence and stamp & 7 == TrainerState.SENT:
+                self._put_trainer(sequence, TrainerState.DONE, (stamp & _LOW) >> 3)
+
     def fail(self, sequence: int) -> None:
-        """Announce that no more buckets follow. If the board cannot be reached, the engines time out: the caller raises
-        the first error.
-        """
-        try:
+        """Announce that no more buckets follow."""
+        with suppress(LinkError):  # the engines time out, and the caller raises the first error
             self._put_trainer(sequence, TrainerState.FAILED)
-        except LinkError:
-            return
 
     def exclude(self, sequence: int, receiver: int) -> None:
         """Mark `receiver` as excluded, in rank 0's mailbox: nobody waits for it any more."""
@@ -201,6 +206,14 @@ class Mailbox:
         """Return whether this is the current update. In later updates, other engine ranks may have the same rows."""
         return self.board.get("trainer", 0)[0] >> 32 == sequence
 
+    def is_updating(self) -> bool:
+        """Return whether an update is open, and not known to be over: engines have another version than they report."""
+        try:
+            state = self.board.get("trainer", 0)[0] & 7
+            return state in (TrainerState.OPEN, TrainerState.SENT) and self.is_current() and not self.owner_has_exited()
+        except LinkError:
+            return False
+
     def is_sending(self, sequence: int) -> bool:
         """Return whether the trainer rank has neither sent all buckets of the update nor failed."""
         stamp = self.board.get("trainer", 0)[0]
@@ -209,7 +222,7 @@ class Mailbox:
     def declared(self, sequence: int) -> int | None:
         """Return the number of the declaration that the update sends, or None before the update is open."""
         stamp, _, _, number, *_ = self._trainer(sequence)
-        return number if stamp & 7 in (TrainerState.OPEN, TrainerState.SENT) else None
+        return number if stamp & 7 in (TrainerState.OPEN, TrainerState.SENT, TrainerState.DONE) else None
 
     def published(self, sequence: int) -> tuple[int, bool]:
         """Return how many buckets are filled, and whether engines may finish the update.
@@ -218,7 +231,7 @@ class Mailbox:
             RuntimeError: the mailbox belongs to another update, or the trainer rank has failed.
         """
         stamp = self._trainer(sequence)[0]
-        return (stamp & _LOW) >> 3, stamp & 7 == TrainerState.SENT
+        return (stamp & _LOW) >> 3, stamp & 7 in (TrainerState.SENT, TrainerState.DONE)
 
     def _trainer(self, sequence: int) -> list[int]:
         words = self.board.get("trainer", 0)

@@ -45,6 +45,7 @@ class Receiver(PlanCache):
         self._num_ranks = num_ranks
         self._link: EngineLink | None = None
         self._mailboxes: dict[str, Mailbox] = {}
+        self._last_updater = ""
 
     def handle(self, request: Request) -> None:
         """Process one update. Errors are reported to the trainer instead of raised: an exception would crash the
@@ -54,8 +55,6 @@ class Receiver(PlanCache):
             RuntimeError: nobody waits for a report, because the mailbox of rank 0 cannot be opened or is at another
                 update.
         """
-        for path in self._mailboxes.keys() - set(request.mailboxes):
-            self._forget(path)
         if SharedBoard.is_path(request.mailboxes[0]):
             self._link = None
         control = self._open(request.mailboxes[0], request.timeout_s)
@@ -73,6 +72,9 @@ class Receiver(PlanCache):
                     f"the engine has {self._num_ranks} ranks, but its client reported tp_size="
                     f"{request.num_receivers}; fix the client's tp_size"
                 )
+            self._take_turn(control)
+            for path in self._mailboxes.keys() - set(request.mailboxes):
+                self._forget(path)
             boxes = [control, *self._open_others(request)]
             turn = UpdateSession(self, request, boxes, rank)
             with torch.no_grad():
@@ -89,6 +91,16 @@ class Receiver(PlanCache):
         finally:
             for box in [box for box in boxes if box.is_at(request.sequence)]:
                 box.acknowledge(request.sequence, row, ALL_BUCKETS)
+
+    def _take_turn(self, control: Mailbox) -> None:
+        """Raise RuntimeError if another updater has not ended its update."""
+        last = self._mailboxes.get(self._last_updater)
+        if last is not None and last is not control and last.is_updating():
+            raise RuntimeError(
+                f"another WeightUpdater (process {last.owner[0]}) is updating this engine; wait for the end of its "
+                f"update, close it, or end that process"
+            )
+        self._last_updater = control.path
 
     def _open_others(self, request: Request) -> Iterator[Mailbox]:
         for rank, path in enumerate(request.mailboxes[1:], start=1):

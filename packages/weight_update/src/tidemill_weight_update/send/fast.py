@@ -195,6 +195,11 @@ class FastPath:
                 fleet.join()
         return counts
 
+    def end(self) -> None:
+        """Announce that the update is over, if it was complete."""
+        if self._sender is not None:
+            self._sender.mailbox.end(self._sequence)
+
     def _connect(self, begun: Sequence[Sequence[int]], num_receivers: int) -> tuple[str, ...]:
         """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update."""
         if self._link is None:
