@@ -105,7 +105,7 @@ class NcclWire:
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         if communicator:
             with torch.cuda.device(self._device):
-                _check(_library().ncclCommAbort(communicator))
+                _library().ncclCommAbort(communicator)  # if it fails, the wire is as unusable
 
     def _connect(self, store: Store, key: str, rank: int) -> None:
         identity = _UniqueId()
