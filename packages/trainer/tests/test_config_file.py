@@ -36,6 +36,12 @@ def test_missing_key_missing_file_and_invalid_toml_are_rejected(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"config file {tmp_path / 'none.toml'} does not exist"):
         load_config("none.toml")
+    with pytest.raises(ConfigError, match="does not exist; the first argument must be a TOML file"):
+        load_config("optimizer.lr=1e-6")
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1 + 1"}')
+    with pytest.raises(ConfigError, match=r"train\.jsonl is not valid TOML .*pass data\.train_files='\[\""):
+        load_config(data)
     bad = tmp_path / "bad.toml"
     bad.write_text("[model\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML in UTF-8: Expected"):

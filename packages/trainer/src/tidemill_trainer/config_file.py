@@ -180,11 +180,13 @@ def is_config_file(argument: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"config file {path.absolute()} does not exist; check the path")
+        hint = "the first argument must be a TOML file" if "=" in path.name else "check the path"
+        raise ConfigError(f"config file {path.absolute()} does not exist; {hint}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}") from error
+        hint = "" if path.suffix == ".toml" else f"; if it contains data, pass data.train_files='[\"{path}\"]'"
+        raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}{hint}") from error
 
 
 def _merge(data: dict[str, Any], other: dict[str, Any]) -> None:
