@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from tidemill_dispatch import Dispatch, Worker, WorkerDiedError, register
+from tidemill_dispatch import Dispatch, Worker, WorkerDiedError, WorkerError, register
 
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
@@ -79,3 +79,26 @@ def test_group_that_was_shut_down_cannot_be_restarted(group):
     with pytest.raises(RuntimeError, match="group 'sleepers' was shut down; start a new one"):
         group.restart([0])
     assert group.workers == workers
+
+
+class FailsLater(Worker):
+    def __init__(self, path):
+        super().__init__()
+        if self.rank == 1 and os.path.exists(path):
+            raise KeyError("no weights")
+
+    @register(Dispatch.RANK_ZERO)
+    def pid(self):
+        return os.getpid()
+
+
+def test_constructors_of_two_restarts_are_both_waited_for(ray_cluster, tmp_path):
+    pool = RayResourcePool(process_on_nodes=[2])
+    path = tmp_path / "fails"
+    with RayWorkerGroup(pool, RayClassWithInitArgs(FailsLater, str(path)), name_prefix="later", timeout_s=60) as group:
+        group.pid()
+        path.touch()
+        group.restart([1])
+        group.restart([0])
+        with pytest.raises(WorkerError, match=r"rank 1.*no weights"):
+            group.pid()

@@ -69,6 +69,7 @@ class WorkerProcesses:
         self._start = start
         self._construction: tuple[Any, dict[str, str]] | None = None
         self.infos: list[ray.ObjectRef] = []
+        self._constructing: dict[int, ray.ObjectRef] = {}  # receipts of the constructors that nobody has waited for
         self._ready: CallFuture | None = None
         self._closed = False
 
@@ -103,17 +104,17 @@ class WorkerProcesses:
     def _construct(self, ranks: Iterable[int]) -> CallFuture:
         assert self._construction is not None
         payload, env = self._construction
-        pairs = {
-            rank: self.workers[rank].tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
-            for rank in ranks
-        }
+        for rank in ranks:
+            worker = self.workers[rank]
+            receipt, _ = worker.tidemill_construct.remote(payload, env, rank, self.record, *self.infos)
+            self._constructing[rank] = receipt
         return CallFuture(
             Call(
                 processes=self,
                 generation=self.generation,
                 group=self.record.name,
                 method="__init__",
-                receipts={rank: pair[0] for rank, pair in pairs.items()},
+                receipts=dict(self._constructing),
                 values={},
                 collect=lambda _: None,
                 is_batch_parts=False,
@@ -130,6 +131,7 @@ class WorkerProcesses:
         if not generation.hosts:
             if self._ready is not None:
                 self._ready.get(timeout_s)
+            self._constructing = {}
             # Does not wait: the constructors needed them, or `find_processes` waited.
             generation.hosts = ray.get(self.infos)
         return generation
