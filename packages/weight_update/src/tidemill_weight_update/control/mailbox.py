@@ -95,13 +95,6 @@ def _stamp(sequence: int, value: int) -> int:
     return sequence << 32 | value
 
 
-def _reply_to_json(reply: dict[str, Any]) -> bytes:
-    """Encode a reply with a truncated error."""
-    text = json.dumps(reply | {"error": reply["error"][:4096]} if "error" in reply else reply).encode()
-    assert len(text) <= REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {REPLY_BYTES}"
-    return text
-
-
 class Mailbox:
     """One process's view of the mailbox of a trainer rank. Engine ranks report in that of trainer rank 0."""
 
@@ -116,10 +109,6 @@ class Mailbox:
     def open(cls, path: str) -> "Mailbox":
         """Open the mailbox of another process in shared memory; for errors see `SharedBoard.open`."""
         return cls(SharedBoard.open(path))
-
-    def is_current(self) -> bool:
-        """Return whether `path` still leads to this mailbox."""
-        return self.board.is_current()
 
     def close(self) -> None:
         self.board.close()
@@ -178,8 +167,11 @@ class Mailbox:
         self.board.put("reader", receiver, _stamp(sequence, bucket), ReaderState.WAITS, wire, *parts)
 
     def report(self, sequence: int, receiver: int, state: int, reply: dict[str, Any]) -> None:
-        """Publish `state` of `receiver` together with `reply`."""
-        text = _reply_to_json(reply)
+        """Publish `state` of `receiver` together with `reply`, whose error is truncated."""
+        if "error" in reply:
+            reply = reply | {"error": reply["error"][:4096]}
+        text = json.dumps(reply).encode()
+        assert len(text) <= REPLY_BYTES, f"a reply of {len(text)} bytes, there is room for {REPLY_BYTES}"
         self.board.write("replies", receiver, text)
         self.board.put("report", receiver, _stamp(sequence, state), *own_process(), len(text))
 
@@ -206,11 +198,22 @@ class Mailbox:
         """Return whether this is the current update. In later updates, other engine ranks may have the same rows."""
         return self.board.get("trainer", 0)[0] >> 32 == sequence
 
+    def trainer_words(self, sequence: int) -> list[int]:
+        """Return the words of the trainer rank; raise RuntimeError unless this is the current update."""
+        words = self.board.get("trainer", 0)
+        if words[0] >> 32 != sequence:
+            raise RuntimeError(
+                f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
+                f"the trainer's log"
+            )
+        return words
+
     def is_updating(self) -> bool:
         """Return whether an update is open, and not known to be over: engines have another version than they report."""
         try:
             state = self.board.get("trainer", 0)[0] & 7
-            return state in (TrainerState.OPEN, TrainerState.SENT) and self.is_current() and not self.owner_has_exited()
+            is_open = state in (TrainerState.OPEN, TrainerState.SENT)
+            return is_open and self.board.is_current() and not self.owner_has_exited()
         except LinkError:
             return False
 
@@ -234,12 +237,7 @@ class Mailbox:
         return (stamp & _LOW) >> 3, stamp & 7 in (TrainerState.SENT, TrainerState.DONE)
 
     def _trainer(self, sequence: int) -> list[int]:
-        words = self.board.get("trainer", 0)
-        if words[0] >> 32 != sequence:
-            raise RuntimeError(
-                f"the trainer cancelled update {sequence} before this engine started it; see the error of update() in "
-                f"the trainer's log"
-            )
+        words = self.trainer_words(sequence)
         if words[0] & 7 == TrainerState.FAILED:
             raise RuntimeError("the trainer failed while sending; see the error in the trainer's log")
         return words
@@ -314,22 +312,21 @@ class Readers:
         self._rows = set(range(num_receivers))
         self._timeout_s = timeout_s if own is control else 2 * timeout_s
 
-    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
-        """Send a published bucket to the readers that cannot map it; here there are none."""
+    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
+        """Send a published bucket in the arena to the readers that cannot map it; here there are none."""
 
     def wait(self, num_buckets: int) -> None:
         """Return when no reader needs the first `num_buckets` buckets any more."""
         wait = PollingWait(self._timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
-        before = 0
+        slowest = 0
         while True:
             released = self._own.acknowledged(self._sequence, self._num_receivers).tolist()
             late = {row for row in self._rows if released[row] < num_buckets}
             if not late:
                 return
-            slowest = min(released[row] for row in late)
+            before, slowest = slowest, min(released[row] for row in late)
             if slowest != before:
                 wait.progress()
-            before = slowest
             self._pause(wait, late)
 
     def _pause(self, wait: PollingWait, late: set[int]) -> None:

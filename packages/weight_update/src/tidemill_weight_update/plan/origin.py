@@ -128,19 +128,16 @@ def pieces(
 def _joined(
     shape: Sequence[int], steps: Sequence[int], target_steps: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the same copy with as few dims as possible: neighbouring dims that are one run on both sides
-    are joined.
-    """
-    out: tuple[list[int], list[int], list[int]] = ([], [], [])
+    """Return the same copy without dims of size 1, and with neighbouring dims joined that are one run on both sides."""
+    dims: list[tuple[int, int, int]] = []
     for size, step, target_step in zip(shape, steps, target_steps, strict=True):
         if size == 1:
             continue
-        if out[0] and out[1][-1] == step * size and out[2][-1] == target_step * size:
-            out[0][-1], out[1][-1], out[2][-1] = out[0][-1] * size, step, target_step
+        if dims and dims[-1][1:] == (step * size, target_step * size):
+            dims[-1] = dims[-1][0] * size, step, target_step
         else:
-            for values, value in zip(out, (size, step, target_step), strict=True):
-                values.append(value)
-    return tuple(out[0]), tuple(out[1]), tuple(out[2])
+            dims.append((size, step, target_step))
+    return tuple(dim[0] for dim in dims), tuple(dim[1] for dim in dims), tuple(dim[2] for dim in dims)
 
 
 def _runs(base: tuple[int, ...], shape: Sequence[int], strides: Sequence[int]) -> tuple[Run, ...]:

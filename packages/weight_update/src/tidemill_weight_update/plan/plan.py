@@ -136,16 +136,11 @@ def _description(model: nn.Module) -> Iterator[object]:
     for path in sorted(filter(None, paths)) + sorted(map(str, Path(__file__).parents[1].rglob("*.py"))):
         yield Path(path).name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
     for name, module in model.named_modules():
-        yield name, type(module).__qualname__, _settings(module)
+        yield name, type(module).__qualname__, _plain(vars(module))
     storages: dict[int, int] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         storage = storages.setdefault(p.untyped_storage()._cdata, len(storages))
-        yield name, tuple(p.shape), p.stride(), p.dtype, storage, p.storage_offset(), _settings(p)
-
-
-def _settings(owner: object) -> list[tuple[str, object]]:
-    """Return the attributes of an object, each as `_plain`."""
-    return sorted((name, _plain(value)) for name, value in vars(owner).items())
+        yield name, tuple(p.shape), p.stride(), p.dtype, storage, p.storage_offset(), _plain(vars(p))
 
 
 def _plain(value: object, *, opens_objects: bool = True) -> object:

@@ -87,12 +87,12 @@ class Tracer(TorchDispatchMode):
         self._values: dict[int, _Values] = {}
         self._of_storage: dict[int, list[tuple[int, int, str]]] = {}  # first element, end, name
         self._read: tuple[str, ...] = ()
-        places: dict[int, set[tuple[object, ...]]] = {}
+        places: set[tuple[object, ...]] = set()
         for name, parameter in parameters.items():
             storage, start = _storage(parameter), int(parameter.storage_offset())
-            place = start, parameter.shape, parameter.stride()
-            if place not in places.setdefault(storage, set()):  # otherwise it is an alias
-                places[storage].add(place)
+            place = storage, start, parameter.shape, parameter.stride()
+            if place not in places:  # otherwise it is an alias
+                places.add(place)
                 self._of_storage.setdefault(storage, []).append((start, start + _span(parameter), name))
                 self.sizes[name] = parameter.numel()
 
@@ -192,11 +192,15 @@ class Tracer(TorchDispatchMode):
         origin, runs = trace(origin, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         # The copy may have the layout of the view, with its dims in another order.
         order = sorted(range(len(runs)), key=lambda run: -inner.stride(runs[run].view_dim))
+
+        def ordered(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[run] for run in order)
+
         parts = tuple(
-            Part(_permuted_box(part.box, order), part.source, part.start, tuple(part.dims[run] for run in order))
+            Part(Box(ordered(part.box.start), ordered(part.box.shape)), part.source, part.start, ordered(part.dims))
             for part in origin.parts
         )
-        origin = Origin(tuple(origin.shape[run] for run in order), parts)
+        origin = Origin(ordered(origin.shape), parts)
         return self._registered(_Values(inner, values.names, origin, inner.dtype, rounded))
 
     def _cat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -276,13 +280,11 @@ class Tracer(TorchDispatchMode):
         """Return the parameter that contains the elements of `tensor`, and its first element counted from the
         parameter's.
         """
-        held = self._of_storage.get(_storage(tensor))
-        if held is not None:
-            start = int(tensor.storage_offset())
-            end = start + _span(tensor)
-            for first, last, name in held:
-                if first <= start and end <= last:
-                    return name, start - first
+        start = int(tensor.storage_offset())
+        end = start + _span(tensor)
+        for first, last, name in self._of_storage.get(_storage(tensor), ()):
+            if first <= start and end <= last:
+                return name, start - first
         return None
 
 
@@ -351,10 +353,6 @@ def _rounding(values: _Values, dtype: torch.dtype) -> torch.dtype | None:
     if values.rounded is not None:
         raise UntraceableError(f"it is rounded to {values.rounded} and then to {dtype}")
     return dtype
-
-
-def _permuted_box(box: Box, order: Sequence[int]) -> Box:
-    return Box(tuple(box.start[dim] for dim in order), tuple(box.shape[dim] for dim in order))
 
 
 def _storage(tensor: Tensor) -> int:

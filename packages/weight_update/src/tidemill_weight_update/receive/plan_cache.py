@@ -31,23 +31,21 @@ class Manifest:
         declared: descriptors of each trainer rank.
         descriptors: all of them, in rank order.
         sources: each tensor once, in order of declaration.
-        names: sorted names.
-        index: position of each name in `names`.
-        numel: number of elements of each name, at least 1, int64 [num_names].
+        names: their names.
+        index: position of each name in `sources`.
+        numel: number of elements of each tensor, at least 1, int64 [num_tensors].
     """
 
     def __init__(self, declared: Sequence[Sequence[BucketDescriptor]]) -> None:
         self.declared = declared
         self.descriptors = [descriptor for of_rank in declared for descriptor in of_rank]
         self.sources = _checked_sources(self.descriptors)
-        self.names = sorted(source.name for source in self.sources)
+        self.names = [source.name for source in self.sources]
         self.index = {name: i for i, name in enumerate(self.names)}
-        self.numel = np.ones(len(self.names), dtype=np.int64)
-        for source in self.sources:
-            self.numel[self.index[source.name]] = max(1, Box.whole(source.shape).numel)
+        self.numel = np.array([max(1, Box.whole(source.shape).numel) for source in self.sources], np.int64)
 
     def positions(self, sources: Sequence[SourceSpec]) -> NDArray[np.int64]:
-        """Return the position of each source in `names`."""
+        """Return the position of each source in `sources`."""
         return np.array([self.index[source.name] for source in sources], dtype=np.int64)
 
 
@@ -83,27 +81,22 @@ class BucketCopies:
         memories: those that are read; `map` them before the first run.
         counts: number of elements of each source that are copied here, int64 [num_sources].
         sums: checksums of the sources, as the last run read them.
-        staged: sources that are loaded by the model's own loader.
     """
 
     def __init__(
-        self,
-        descriptor: BucketDescriptor,
-        plan: CopyPlan,
-        parameters: Mapping[str, Tensor],
-        device: torch.device,
+        self, descriptor: BucketDescriptor, plan: CopyPlan, parameters: Mapping[str, Tensor], device: torch.device
     ) -> None:
         self.sources = descriptor.sources
         self._device = device
-        names = {source.name for source in descriptor.sources}
-        self.staged = tuple(source for source in descriptor.sources if source.name in plan.through_loader)
-        copies = [copy for copy in plan.copies if copy.name in names]
-        copies += [
-            Copy(s.name, Box.whole(s.shape), f"staged {s.name}", 0, contiguous_strides(s.shape), s.dtype)
-            for s in self.staged
-        ]
-        self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         shards = {source.name: shards for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)}
+        copies = [copy for copy in plan.copies if copy.name in shards]
+        staged = [
+            Copy(s.name, Box.whole(s.shape), f"staged {s.name}", 0, contiguous_strides(s.shape), s.dtype)
+            for s in descriptor.sources
+            if s.name in plan.through_loader
+        ]
+        copies += staged
+        self._targets = tuple(dict.fromkeys(copy.parameter for copy in copies))
         self._tables, self.memories = _read_evenly(
             build_tables(copies, descriptor.sources, shards, self._targets), descriptor
         )
@@ -114,8 +107,8 @@ class BucketCopies:
         self.sums = TensorSums(len(descriptor.sources), device, finds_non_finite=False)
         self._blocks: Blocks = []
         # If parameters move, a new plan is recorded and a new object of this class reads their addresses.
-        self._places: Blocks = [] if self.staged else self._found({})
-        self._copier = Copier(self._tables, device, keeps=not self.staged)
+        self._places: Blocks = [] if staged else self._found({})
+        self._copier = Copier(self._tables, device, keeps=not staged)
 
     def map(self, mapped: MappedMemories) -> None:
         """Map `memories`, unless another bucket has."""
@@ -169,7 +162,7 @@ class Copies:
         in_place: copies of all buckets that are read in place, None if there are none. Together, the parts of a tensor
             on several GPUs are copied at about the same time, and no GPU has to serve all others at once.
         in_arena: copies of the other buckets of each trainer rank, by number.
-        counts: number of elements of each tensor that are copied here, int64 [num_names].
+        counts: number of elements of each tensor that are copied here, int64 [num_tensors].
     """
 
     def __init__(
@@ -178,12 +171,9 @@ class Copies:
         self._mapped: MappedMemories | None = mapped
         self.manifest = manifest
         self.plan = plan
-        self.parameters = parameters = dict(model.named_parameters())
+        self.parameters = dict(model.named_parameters())
         device = next(model.parameters()).device
-
-        def build(descriptor: BucketDescriptor) -> BucketCopies:
-            return BucketCopies(descriptor, plan, parameters, device)
-
+        build = partial(BucketCopies, plan=plan, parameters=self.parameters, device=device)
         in_place = [descriptor for descriptor in manifest.descriptors if descriptor.is_in_place]
         self.num_in_place = len(in_place)
         self.in_place = build(merge_descriptors(in_place)) if in_place else None
@@ -206,16 +196,12 @@ class Copies:
                 copies.map(self._mapped)
             self._mapped = None
 
-    def is_in_arena(self, trainer_rank: int, bucket: int) -> bool:
-        """Return whether a bucket is not read in place."""
-        return bucket in self.in_arena[trainer_rank]
-
     def checksums(self) -> NDArray[np.int64]:
-        """Return the checksum of each tensor as the last run read it: int64 [num_names]."""
+        """Return the checksum of each tensor as the last run read it: int64 [num_tensors]."""
         return self._sum(self._where, [copies.sums.checksums_on_host() for copies in self.all])
 
     def sent(self, boxes: Sequence[Mailbox]) -> NDArray[np.int64]:
-        """Return the checksum of each tensor as the trainer ranks sent it: int64 [num_names]."""
+        """Return the checksum of each tensor as the trainer ranks sent it: int64 [num_tensors]."""
         sent = [
             box.sent(descriptor.first_checksum, len(descriptor.sources))
             for box, descriptors in zip(boxes, self.manifest.declared, strict=True)
@@ -274,18 +260,14 @@ class PlanCache:
         """Return the copies of a declaration for the plan of its tensors, which is recorded if it has changed."""
         if self._copies is None:
             with paused_collector():
-                self._copies = self._build(boxes, manifest)
+                sources = {source.name: source for source in manifest.sources}
+                if sources != self._planned:  # recorded as a whole, so that its coverage is exact
+                    new = partial(record, self.model, manifest.sources)
+                    self._plan = new() if self._stored is None else self._stored.get(manifest.sources, new)
+                    self._planned = sources
+                _check_dtypes(self._plan, sources)
+                self._copies = Copies(manifest, boxes, self._plan, self.model, self._memories)
         return self._copies
-
-    def _build(self, boxes: Sequence[Mailbox], manifest: Manifest) -> Copies:
-        sources = manifest.sources
-        wanted = {source.name: source for source in sources}
-        if wanted != self._planned:  # recorded as a whole, so that its coverage is exact
-            record_plan = partial(record, self.model, sources)
-            self._plan = record_plan() if self._stored is None else self._stored.get(sources, record_plan)
-            self._planned = wanted
-        _check_dtypes(self._plan, wanted)
-        return Copies(manifest, boxes, self._plan, self.model, self._memories)
 
     def follow_model(self) -> None:
         """Discard the plan if the parameters have moved since the last update."""
@@ -299,11 +281,6 @@ class PlanCache:
         # Reads the modules' registries directly: `named_parameters` takes milliseconds for a large model.
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         return [(id(p), p.data_ptr(), p.shape, p.dtype) for p in parameters]
-
-    def forget_box(self, box: Mailbox) -> None:
-        """Discard what was read from a mailbox that is closed."""
-        if any(box is each for each, _ in self._declared):
-            self._manifest = self._copies = None
 
 
 def _check_dtypes(plan: CopyPlan, sources: Mapping[str, SourceSpec]) -> None:

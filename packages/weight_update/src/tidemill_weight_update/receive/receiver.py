@@ -58,13 +58,8 @@ class Receiver(PlanCache):
         if SharedBoard.is_path(request.mailboxes[0]):
             self._link = None
         control = self._open(request.mailboxes[0], request.timeout_s)
-        if not control.is_at(request.sequence):
-            raise RuntimeError(
-                f"the trainer cancelled update {request.sequence} before this engine started it; see the error of "
-                f"update() in the trainer's log"
-            )
-        rank = min(self._rank, request.num_receivers - 1)
-        row = request.first_receiver + rank
+        control.trainer_words(request.sequence)  # raises if it is at another update
+        row = request.first_receiver + min(self._rank, request.num_receivers - 1)
         boxes, turn = [control], None
         try:
             if self._num_ranks != request.num_receivers:
@@ -74,19 +69,17 @@ class Receiver(PlanCache):
                 )
             self._take_turn(control)
             for path in self._mailboxes.keys() - set(request.mailboxes):
-                self._forget(path)
+                self._mailboxes.pop(path).close()
             boxes = [control, *self._open_others(request)]
-            turn = UpdateSession(self, request, boxes, rank)
+            turn = UpdateSession(self, request, boxes, row)
             with torch.no_grad():
                 self.follow_model()
                 turn.run()
         except Exception as error:  # noqa: BLE001 - raising would crash the engine
             state = MIXED if turn is not None and turn.changed else UNCHANGED
-            reply = {
-                "error": f"{type(error).__name__}: {error}",
-                "reached": IDLE if turn is None else turn.peers.reached,
-            }
+            reached = IDLE if turn is None else turn.peers.reached
             if control.is_at(request.sequence):
+                reply = {"error": f"{type(error).__name__}: {error}", "reached": reached}
                 control.report(request.sequence, row, state, reply)
         finally:
             for box in [box for box in boxes if box.is_at(request.sequence)]:
@@ -110,8 +103,8 @@ class Receiver(PlanCache):
                 raise RuntimeError(f"trainer rank {rank}: {error}") from error
 
     def _open(self, path: str, timeout_s: float) -> Mailbox:
-        if path in self._mailboxes and not self._mailboxes[path].is_current():
-            self._forget(path)
+        if path in self._mailboxes and not self._mailboxes[path].board.is_current():
+            self._mailboxes.pop(path).close()
         if path not in self._mailboxes:
             is_mapped = SharedBoard.is_path(path)
             self._mailboxes[path] = Mailbox.open(path) if is_mapped else self._open_linked(path, timeout_s)
@@ -123,8 +116,3 @@ class Receiver(PlanCache):
             self._link = None  # close the old connection before the next one
             self._link = EngineLink(address, self.device, timeout_s)
         return self._link.mailbox(path, rank)
-
-    def _forget(self, path: str) -> None:
-        box = self._mailboxes.pop(path)
-        self.forget_box(box)
-        box.close()

@@ -1,7 +1,6 @@
 """One update on one engine rank: check, copy, finish, verify, report."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,20 +21,20 @@ MAX_NAMES = 200
 
 
 class Peers:
-    """One rank's view of the ranks of its engine, in the mailbox of trainer rank 0.
+    """The view that the engine rank in `row` has of the trainer ranks, and of the ranks of its own engine.
 
     Attributes:
         reached: last state that it reported.
     """
 
-    def __init__(self, control: Mailbox, request: Request, rank: int, check: Callable[[], None]) -> None:
-        self._control = control
+    def __init__(self, boxes: Sequence[Mailbox], request: Request, row: int) -> None:
+        self._boxes = boxes
+        self._control = boxes[0]
         self._sequence = request.sequence
         self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)
         self._timeout_s = request.timeout_s
-        self._check_trainer = check
         self.reached = IDLE
-        self.row = request.first_receiver + rank
+        self.row = row
 
     def report(self, state: int, **reply: Any) -> None:
         """Publish this rank's state, unless the trainer is already in a later update.
@@ -51,11 +50,38 @@ class Peers:
         self._check_own_row()
 
     def check(self) -> None:
-        """Raise RuntimeError if the trainer has exited or has excluded this rank."""
+        """Raise RuntimeError if a trainer rank has exited or failed, or rank 0 has excluded this rank."""
         self._check_trainer()
         self._check_own_row()
 
-    def wait(self, state: int) -> None:
+    def _check_trainer(self) -> None:
+        self.check_alive()
+        for box in self._boxes:
+            box.published(self._sequence)
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if trainer ranks have exited."""
+        exited = [f"{rank} (process {box.owner[0]})" for rank, box in enumerate(self._boxes) if box.owner_has_exited()]
+        if exited:  # list all of them: the first may have caused the others to exit
+            raise RuntimeError(f"trainer rank {', '.join(exited)} has exited; see the trainer's log")
+
+    def exchange(
+        self, state: int, checksums: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Report `state` with the checksum (modulo 2**64) and element count of each tensor on this rank; return their
+        sums over all ranks of this engine once all have reached `state`.
+        """
+        self._check_trainer()
+        self._control.write_totals(self.row, checksums, counts)
+        self.report(state)
+        self._wait(state)
+        sums = np.zeros_like(checksums), np.zeros_like(counts)
+        for row in self._rows:
+            for total, values in zip(sums, self._control.totals(row, len(counts)), strict=True):
+                np.add(total, values, out=total)
+        return sums
+
+    def _wait(self, state: int) -> None:
         """Return when all ranks have reached `state`, also if one of them failed after it."""
         pending = set(self._rows) - {self.row}
         wait = PollingWait(self._timeout_s, "the other ranks of this engine", lambda: self._check(pending))
@@ -69,21 +95,6 @@ class Peers:
                     wait.progress()
             if pending:
                 wait.pause()
-
-    def share_totals(self, checksums: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Write the checksum and element count of each tensor on this rank; the next `report` announces them."""
-        self._check_trainer()
-        self._control.write_totals(self.row, checksums, counts)
-
-    def sum_totals(self, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sums over all ranks of what they wrote: checksums modulo 2**64, and element counts."""
-        totals = [self._control.totals(row, num_tensors) for row in self._rows]
-        checksums = np.zeros(num_tensors, np.int64)
-        counts = np.zeros(num_tensors, np.int64)
-        for checksum, count in totals:
-            checksums += checksum
-            counts += count
-        return checksums, counts
 
     def _check_own_row(self) -> None:
         if self._control.is_excluded(self._sequence, self.row):
@@ -112,12 +123,11 @@ class UpdateSession:
         changed: whether parameters may have been written to.
     """
 
-    def __init__(self, receiver: PlanCache, request: Request, boxes: Sequence[Mailbox], rank: int) -> None:
+    def __init__(self, receiver: PlanCache, request: Request, boxes: Sequence[Mailbox], row: int) -> None:
         self._receiver = receiver
         self._request = request
         self._boxes = boxes
-        # Not a method: a reference cycle would keep staged tensors and mappings until garbage collection.
-        self.peers = Peers(boxes[0], request, rank, partial(_check_trainer, boxes, request.sequence))
+        self.peers = Peers(boxes, request, row)
         self.changed = False
         self._staging: dict[str, Tensor] = {}
         self._stages = Stages()
@@ -127,7 +137,7 @@ class UpdateSession:
         try:
             self._run()
         except Exception:
-            _check_alive(self._boxes)  # an exited trainer is the root cause of other errors
+            self.peers.check_alive()  # an exited trainer is the root cause of other errors
             raise
         finally:
             if self.changed:
@@ -147,19 +157,18 @@ class UpdateSession:
             copies.map_memory()
         with self._stages("check"):
             self._check_coverage(copies)
-            self.peers.share_totals(np.zeros_like(copies.counts), copies.counts)
-            self.peers.report(CHECKED)
-            self.peers.wait(CHECKED)
-            self._reject_unused(copies.manifest)
+            _, counts = self.peers.exchange(CHECKED, np.zeros_like(copies.counts), copies.counts)
+            self._reject_unused(manifest, counts)
         sent = self._copy(copies)
         with self._stages("finish"):
-            self._load_staged(copies)
+            if self._staging:
+                self._receiver.model.load_weights(list(self._staging.items()))  # type: ignore[operator]
             self._receiver.finish()
             self._synchronize()
         with self._stages("verify"):
             num_unverified = self._verify(copies, sent)
         if not self._request.partial:
-            self._receiver.last_names = copies.manifest.names
+            self._receiver.last_names = manifest.names
         self.peers.report(
             LOADED,
             through_loader={name: copies.plan.through_loader[name][:100] for name in islice(self._staging, MAX_NAMES)},
@@ -171,11 +180,9 @@ class UpdateSession:
 
     def _wait_until_open(self, box: Mailbox) -> int:
         wait = PollingWait(self._request.timeout_s, "the trainer to start the update", self.peers.check)
-        while True:
-            number = box.declared(self._request.sequence)
-            if number is not None:
-                return number
+        while (number := box.declared(self._request.sequence)) is None:
             wait.pause()
+        return number
 
     def _check_coverage(self, copies: Copies) -> None:
         uncovered = copies.plan.uncovered
@@ -187,8 +194,7 @@ class UpdateSession:
             message += f"; tensors of the last complete update that are missing now: {first_few(gone)}"
         raise ValueError(message)
 
-    def _reject_unused(self, manifest: Manifest) -> None:
-        _, counts = self.peers.sum_totals(len(manifest.names))
+    def _reject_unused(self, manifest: Manifest, counts: NDArray[np.int64]) -> None:
         unused = [manifest.names[i] for i in np.flatnonzero(counts == 0)]
         unused = [repr(name) for name in unused if not self._receiver.may_ignore(name)]
         if unused:
@@ -227,10 +233,10 @@ class UpdateSession:
             with self._stages("copy"):
                 if not self.changed:
                     self._begin(copies)
-                if copies.in_place is not None and not all(copies.is_in_arena(*each) for each in ready.items()):
+                if copies.in_place is not None and any(each not in copies.in_arena[i] for i, each in ready.items()):
                     copies.in_place.run(None, self._staging)
                 for index, bucket in ready.items():
-                    if copies.is_in_arena(index, bucket):
+                    if bucket in copies.in_arena[index]:
                         received = self._receive(index, bucket, copies)
                         copies.in_arena[index][bucket].run(received, self._staging)
                 if num_left == 0:
@@ -245,8 +251,9 @@ class UpdateSession:
     def _begin(self, copies: Copies) -> None:
         """Write the constants of the plan, before the first copy."""
         self.changed = True
-        for source in {source.name: source for each in copies.all for source in each.staged}.values():
-            self._staging[source.name] = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
+        for name in copies.plan.through_loader:  # in the order in which they must be loaded
+            source = copies.manifest.sources[copies.manifest.index[name]]
+            self._staging[name] = torch.empty(source.shape, dtype=source.dtype, device=self._receiver.device)
         write_fills(copies.parameters, copies.plan.fills)
 
     def _ready(self, pending: dict[int, int], copies: Copies) -> dict[int, int]:
@@ -258,7 +265,7 @@ class UpdateSession:
                 ready[index] = bucket
             elif is_finished:
                 del pending[index]
-        in_place = [index for index, bucket in ready.items() if not copies.is_in_arena(index, bucket)]
+        in_place = [index for index, bucket in ready.items() if bucket not in copies.in_arena[index]]
         if len(in_place) < copies.num_in_place:  # buckets read in place are copied together
             for index in in_place:
                 del ready[index]
@@ -272,11 +279,6 @@ class UpdateSession:
         (memory,) = copies.manifest.declared[index][bucket].memories
         return box.receive(self._request.sequence, self.peers.row, bucket, memory, self.peers.check)
 
-    def _load_staged(self, copies: Copies) -> None:
-        if self._staging:
-            order = [name for name in copies.plan.through_loader if name in self._staging]
-            self._receiver.model.load_weights([(name, self._staging[name]) for name in order])  # type: ignore[operator]
-
     # After the copies.
 
     def _verify(self, copies: Copies, sent: NDArray[np.int64]) -> int:
@@ -287,10 +289,7 @@ class UpdateSession:
         model's own loader writes cannot be compared.
         """
         manifest = copies.manifest
-        self.peers.share_totals(copies.checksums(), copies.counts)
-        self.peers.report(COPIED)
-        self.peers.wait(COPIED)
-        checksums, counts = self.peers.sum_totals(len(manifest.names))
+        checksums, counts = self.peers.exchange(COPIED, copies.checksums(), copies.counts)
         comparable = counts % manifest.numel == 0
         wrong = comparable & (checksums != sent * (counts // manifest.numel))
         if wrong.any():
@@ -305,15 +304,3 @@ class UpdateSession:
     def _synchronize(self) -> None:
         if self._receiver.device.type == "cuda":
             torch.cuda.current_stream(self._receiver.device).synchronize()
-
-
-def _check_trainer(boxes: Sequence[Mailbox], sequence: int) -> None:
-    _check_alive(boxes)
-    for box in boxes:
-        box.published(sequence)
-
-
-def _check_alive(boxes: Sequence[Mailbox]) -> None:
-    exited = [f"{rank} (process {box.owner[0]})" for rank, box in enumerate(boxes) if box.owner_has_exited()]
-    if exited:  # list all of them: the first may have caused the others to exit
-        raise RuntimeError(f"trainer rank {', '.join(exited)} has exited; see the trainer's log")

@@ -83,9 +83,7 @@ class RemoteReaders(Readers):
         super().__init__(sequence, connections.mailbox, connections.control, num_receivers, timeout_s)
         self._connections = connections
 
-    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor | None) -> None:
-        if arena is None:
-            return
+    def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
         pending = set(self._rows)
         wait = PollingWait(self._timeout_s, f"engines to receive bucket {bucket}", self._drop_exited)
         while pending := pending & self._rows:
