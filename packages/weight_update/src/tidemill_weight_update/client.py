@@ -36,7 +36,6 @@ class EngineClient(Protocol):
         Return when all ranks have processed it, successfully or not: they report to the trainer themselves. With
         `flush_cache`, empty the prefix cache before the engine accepts the next request.
         """
-        ...
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Load all tensors of `bucket` on all ranks of the engine, and set `bucket.weight_version` if it is not None.
@@ -44,23 +43,18 @@ class EngineClient(Protocol):
         After the return no rank reads host memory of the bucket. GPU memory may still be read by copies that are queued
         on the device: each call waits, on every rank, for the copies of the previous call.
         """
-        ...
 
     def flush_cache(self) -> None:
         """Empty the prefix cache. Raise if the engine could not, for example because requests are running."""
-        ...
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generation; new requests wait."""
-        ...
 
     def resume(self) -> None:
         """End a pause, if there is one. Also called after a `pause` that raised."""
-        ...
 
     def set_weight_version(self, version: str) -> None:
         """Make the engine report `version` with its outputs."""
-        ...
 
     def get_weight_version(self) -> str:
         """Return the version that the engine reports with its outputs."""
@@ -81,7 +75,6 @@ class HoldingClient(Protocol):
         Called from another thread while `load` runs, after all ranks have started it: requests that `load` waits for
         have finished. No rank finishes its load before this method returns.
         """
-        ...
 
 
 @runtime_checkable
@@ -97,11 +90,9 @@ class AdapterClient(Protocol):
 
         The engine may keep a reference to the bucket's memory: the updater does not write to it again.
         """
-        ...
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for `name`, wait for the running ones, then remove the adapter."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,15 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tidemill_weight_update.tensors import (
-    Box,
-    Item,
-    LocalShard,
-    ShardLike,
-    is_dtensor,
-    local_values,
-    place_of,
-)
+from tidemill_weight_update.tensors import Box, Item, LocalShard, ShardLike, is_dtensor, local_values, place_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -137,6 +129,7 @@ class BlockFp8:
         if place is None or place[0].numel == 0:
             return
         box, replica = place
+        scale_name = f"{name}_scale_inv"
         shape, device = _global_shape(tensor), local_values(tensor).device
         (row, col), (rows, cols) = box.start, box.shape
         first, end = (row // BLOCK, col // BLOCK), (_blocks(row + rows), _blocks(col + cols))
@@ -148,13 +141,13 @@ class BlockFp8:
         result = torch.empty(box.shape, dtype=FP8, device=device)
         matrices.add(_Matrix(tensor, (row % BLOCK, col % BLOCK), result, touched))
         if isinstance(tensor, Tensor) and not is_dtensor(tensor):
-            self._items += [(name, result), (_scale_name(name), touched)]
+            self._items += [(name, result), (scale_name, touched)]
             return
         self._items.append((name, _shard(result, shape, box.start, replica)))
         at = _blocks(row), _blocks(col)  # a block belongs to the rank that has its first element
         own = touched[at[0] - first[0] :, at[1] - first[1] :]
         if own.numel():
-            self._items.append((_scale_name(name), _shard(own, tuple(map(_blocks, shape)), at, replica)))
+            self._items.append((scale_name, _shard(own, tuple(map(_blocks, shape)), at, replica)))
 
 
 def _check_edges(name: str, shape: tuple[int, ...], box: Box) -> None:
@@ -242,10 +235,6 @@ def _splits_at_blocks(tensor: "DTensor") -> bool:
 
 def _shard(tensor: Tensor, shape: tuple[int, ...], start: tuple[int, ...], replica: tuple[int, int]) -> LocalShard:
     return LocalShard(tensor=tensor, global_shape=shape, start=start, replica=replica[0], num_replicas=replica[1])
-
-
-def _scale_name(name: str) -> str:
-    return f"{name}_scale_inv"
 
 
 def _blocks(size: int) -> int:

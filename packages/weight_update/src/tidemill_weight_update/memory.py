@@ -89,7 +89,6 @@ class HostArena:
                 f"reduce bucket_bytes (a bucket is at least as large as the largest tensor)"
             )
         self._fd = os.memfd_create("tidemill-weights")
-        self._num_bytes = num_bytes
         try:
             os.ftruncate(self._fd, num_bytes)
             self.data = torch.from_file(f"/proc/self/fd/{self._fd}", True, num_bytes, dtype=torch.uint8)
@@ -99,7 +98,7 @@ class HostArena:
 
     def publish(self) -> HostMemory:
         path, inode = f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
-        return HostMemory(path=path, num_bytes=self._num_bytes, inode=inode)
+        return HostMemory(path=path, num_bytes=self.data.numel(), inode=inode)
 
     def close(self) -> None:
         del self.data
@@ -157,9 +156,6 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-_Key = tuple[str | int, int]
-
-
 class MappedMemories:
     """Open mappings of the trainer's memory.
 
@@ -169,7 +165,7 @@ class MappedMemories:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._open: dict[_Key, Tensor | ImportedMemory] = {}
+        self._open: dict[tuple[str | int, int], Tensor | ImportedMemory] = {}
 
     def keep(self, memories: Iterable[Memory]) -> None:
         """Unmap all memories but these. Host memory stays mapped as long as a tensor refers to it."""
@@ -191,20 +187,16 @@ class MappedMemories:
 
     def _map(self, memory: Memory) -> Tensor | ImportedMemory:
         if isinstance(memory, HostMemory):
-            return _map_file(memory)
+            os.close(open_file(memory.path, memory.inode, os.O_RDONLY))
+            # A private mapping neither writes to nor grows the file; unwritten pages are shared with the trainer.
+            return torch.from_file(memory.path, False, memory.num_bytes, dtype=torch.uint8)
         if self._device.type == "cpu":
             raise RuntimeError("an engine on a CPU cannot read GPU memory; pass device='cpu' to WeightUpdater")
         return ImportedMemory(memory, self._device)
 
 
-def _key(memory: Memory) -> _Key:
+def _key(memory: Memory) -> tuple[str | int, int]:
     return (memory.path, memory.inode) if isinstance(memory, HostMemory) else (memory.pid, memory.buffer_id)
-
-
-def _map_file(memory: HostMemory) -> Tensor:
-    os.close(open_file(memory.path, memory.inode, os.O_RDONLY))
-    # A private mapping neither writes to nor grows the file; unwritten pages are shared with the trainer.
-    return torch.from_file(memory.path, False, memory.num_bytes, dtype=torch.uint8)
 
 
 def open_file(path: str, inode: int, flags: int) -> int:

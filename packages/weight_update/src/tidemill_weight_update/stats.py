@@ -60,9 +60,10 @@ class UpdateStats:
 
 
 class Stages:
-    """Accumulates wall time by stage name."""
+    """Accumulates wall time by stage name, and in total since it was created."""
 
     def __init__(self) -> None:
+        self._started = time.perf_counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -72,3 +73,6 @@ class Stages:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
+
+    def total_s(self) -> float:
+        return time.perf_counter() - self._started

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tidemill_weight_update.client import EngineClient, GroupLink
-from tidemill_weight_update.control.board import MAX_RECEIVERS
 from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.send.declaration import Transfer
 from tidemill_weight_update.send.fast import FastPath
@@ -88,7 +86,6 @@ class WeightUpdater:
             timeout_s=timeout_s,
             link=link,
         )
-        self._link = link
         self._stock = StockPath(
             self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place, allow_non_finite=allow_non_finite
         )
@@ -163,13 +160,13 @@ class WeightUpdater:
         """Describe tensors, unless they are those described last."""
         with torch.inference_mode(False), torch.no_grad():
             source = source_of(named_tensors)
-            return Transfer(source, self._fast.declare(source), partial=partial, number=number, send=self._send)
+            declaration = self._fast.declare(source)
+            return Transfer(source=source, declaration=declaration, partial=partial, number=number, _send=self._send)
 
     def _send(
         self, describe: Callable[[], Transfer], weight_version: int | str, readmitted: Sequence[EngineClient] | None
     ) -> UpdateStats:
         """Send tensors to the engines to readmit, or to all that are not excluded."""
-        started = time.perf_counter()
         version = str(weight_version)
         stages, failure = Stages(), Failure()
         transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 6
@@ -178,7 +175,8 @@ class WeightUpdater:
             self._check_ready(weight_version)
             with stages("prepare"):
                 transfer = describe()
-            fleet = self._assemble(readmitted)
+            if self._ranks.rank == 0:
+                fleet = self._engines.fleet(self._in_flight, readmitted)
             begun = self._fast.begin(self._sequence, transfer, fleet)
             digest = transfer.declaration.plain_digest
             numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.number, digest]
@@ -196,15 +194,11 @@ class WeightUpdater:
                 except RankLostError as error:  # engines may know which rank was lost
                     raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
-                items = items_of(transfer.source)
-                with torch.inference_mode(False), torch.no_grad():
-                    stock = self._stock.send(
-                        items, version, fleet.stock, fleet.flushes, stages, alone=not num_receivers
-                    )
+                stock = self._stock.send(items_of(transfer.source), version, fleet, stages)
             with stages("finish"):
                 fleet.make_visible(version)
         counts = fast[0] + stock[0], max(fast[1], stock[1]), fast[2] + stock[2]
-        return self._report(fleet, version, counts, started, stages)
+        return self._report(fleet, version, counts, stages)
 
     def update_adapter(
         self,
@@ -234,7 +228,6 @@ class WeightUpdater:
             RuntimeError: as in `update`. An engine that fails continues to serve its own weights; requests for the
                 adapter use the old one or the new one, or are refused.
         """
-        started = time.perf_counter()
         version = str(weight_version)
         stages, failure = Stages(), Failure()
         fleet = Fleet([], "wait")
@@ -246,11 +239,10 @@ class WeightUpdater:
                 fleet = self._engines.fleet("abort" if self._in_flight == "abort" else "wait")
         self._ranks.exchange(failure.error, [])
         with self._paused(fleet):
-            with torch.inference_mode(False), torch.no_grad():
-                counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
+            counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
                 fleet.make_visible(version, everywhere=True)
-        return self._report(fleet, version, (1, *counts), started, stages)
+        return self._report(fleet, version, counts, stages)
 
     def close(self) -> None:
         """Release the shared memory and do not touch the engines. Not collective; may be called twice."""
@@ -270,41 +262,27 @@ class WeightUpdater:
         if weight_version == "":
             raise ValueError("weight_version must not be empty")
 
-    def _assemble(self, readmitted: Sequence[EngineClient] | None) -> Fleet:
-        """Return the engines of an update, or those to readmit; empty on ranks other than 0."""
-        if self._ranks.rank != 0:
-            return Fleet([], self._in_flight)
-        fleet = self._engines.fleet(self._in_flight, readmitted)
-        if self._link is None and fleet.num_receivers > MAX_RECEIVERS:
-            raise ValueError(
-                f"one WeightUpdater supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; create "
-                f"one for each part of the engines"
-            )
-        return fleet
-
     @contextmanager
     def _paused(self, fleet: Fleet) -> Iterator[None]:
         """Pause the engines; finally resume them and exclude those that failed."""
         is_complete = False
         try:
             fleet.pause()
-            yield
+            # Buffers are kept and written again later, so they must not be inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
             is_complete = True
         except BaseException as error:
-            self._fast.is_link_broken = True
             fleet.fail_changed(f"the trainer failed before the update was complete: {type(error).__name__}: {error}")
             raise
         finally:
             try:
                 fleet.resume()
             finally:
-                self._fast.is_link_broken |= bool(fleet.failures())
                 self._engines.record(fleet, is_complete=is_complete)
-                self._fast.end()
+                self._fast.end(failed=not is_complete or bool(fleet.failures()))
 
-    def _report(
-        self, fleet: Fleet, version: str, counts: tuple[int, int, int], started: float, stages: Stages
-    ) -> UpdateStats:
+    def _report(self, fleet: Fleet, version: str, counts: tuple[int, int, int], stages: Stages) -> UpdateStats:
         """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
         mine = fleet.outcome() | {"excluded": self._engines.excluded(fleet)}
@@ -312,7 +290,7 @@ class WeightUpdater:
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return UpdateStats(
-            seconds=time.perf_counter() - started,
+            seconds=stages.total_s(),
             num_bytes=num_bytes,
             num_tensors=num_tensors,
             num_buckets=num_buckets,

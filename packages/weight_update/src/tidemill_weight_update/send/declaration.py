@@ -3,6 +3,7 @@
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -154,6 +155,7 @@ def _text(piece: Piece | None) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Transfer:
     """Tensors that `WeightUpdater.declare` described once, to be sent at every step.
 
@@ -164,20 +166,11 @@ class Transfer:
         number: number of the declaration, equal on all ranks; 0 for tensors that the update itself describes.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        declaration: Declaration,
-        *,
-        partial: bool,
-        number: int,
-        send: "Callable[[Callable[[], Transfer], int | str, Sequence[EngineClient] | None], UpdateStats]",
-    ) -> None:
-        self.source = source
-        self.declaration = declaration
-        self.partial = partial
-        self.number = number
-        self._send = send
+    source: Source
+    declaration: Declaration
+    partial: bool
+    number: int
+    _send: "Callable[[Callable[[], Transfer], int | str, Sequence[EngineClient] | None], UpdateStats]"
 
     def send(self, weight_version: int | str) -> UpdateStats:
         """Load the tensors into the engines as `WeightUpdater.update` does, without describing them again. Collective.

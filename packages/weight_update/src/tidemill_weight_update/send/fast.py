@@ -12,14 +12,15 @@ import torch
 
 from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.collector import paused_collector
-from tidemill_weight_update.control.board import SharedBoard, path_of
+from tidemill_weight_update.control.board import MAX_RECEIVERS, SharedBoard, path_of
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import Mailbox, Readers
+from tidemill_weight_update.copy.copier import Blocks
 from tidemill_weight_update.cuda_memory import DeviceMemory, are_allocated, num_freed
 from tidemill_weight_update.send.declaration import Declaration, Transfer
 from tidemill_weight_update.send.fleet import Fleet
 from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks
-from tidemill_weight_update.send.sender import PreparedBucket, Sender, Values, allocations, in_place, pack
+from tidemill_weight_update.send.sender import PreparedBucket, Sender, allocations, in_place, pack
 from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors import Item, Piece, Source, items_of, piece_to_send
 
@@ -58,9 +59,6 @@ class FastPath:
         bucket_bytes: maximum size of each half of the arena.
         link: connection to engines on other machines. With a link all tensors are copied to the arena, whose halves
             have half the size: the other half of the memory is needed to pack the part that each engine rank reads.
-
-    Attributes:
-        is_link_broken: whether an engine or a rank failed, so that the next update opens the link anew; set on rank 0.
     """
 
     def __init__(
@@ -80,8 +78,11 @@ class FastPath:
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._timeout_s = timeout_s
-        self._link = None if link is None else _trainer_link(link, ranks.rank, timeout_s)
-        self._board: SharedBoard | None = None
+        self._link: TrainerLink | None = None
+        if link is not None:
+            from tidemill_weight_update.remote import trainer_link
+
+            self._link = trainer_link.TrainerLink(link, ranks.rank, timeout_s)
         self._sequence = 0
         self._sender: Sender | None = None
         self._control: Mailbox | None = None
@@ -90,7 +91,7 @@ class FastPath:
         self._all_in_place: Declaration | None = None
         self._reads_first = False
         self._engines: Sequence[tuple[int, range]] = ()
-        self.is_link_broken = False
+        self._is_link_broken = False  # the next update opens the link anew
 
     @property
     def mailbox(self) -> Mailbox:
@@ -108,8 +109,14 @@ class FastPath:
         """Start an update; return what the other ranks need for `update`.
 
         Raises:
+            ValueError: more engine ranks than a board in shared memory has rows.
             RuntimeError: the memory of a declared tensor has moved.
         """
+        if self._link is None and fleet.num_receivers > MAX_RECEIVERS:
+            raise ValueError(
+                f"one WeightUpdater supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; create "
+                f"one for each part of the engines"
+            )
         self._sequence = sequence
         # The addresses of thousands of tensors are compared while a GPU reads them, if all ranks sent them in place
         # last time: no engine copies before all ranks have published, and what is read is known to be allocated.
@@ -120,24 +127,19 @@ class FastPath:
             if self._ranks.rank > 0:
                 return 0, 0
             engines = [(id(member.client), member.rows) for member in fleet.members if member.rows]
-            if engines != self._engines or self.is_link_broken:  # a link connects a fixed set of engines
+            if engines != self._engines or self._is_link_broken:  # a link connects a fixed set of engines
                 self.close()
-            self._engines, self.is_link_broken = engines, False
+            self._engines, self._is_link_broken = engines, False
             return self._link.open()
         if self._sender is None:
-            self._board = SharedBoard.create()
-            self._sender = Sender(Mailbox(self._board), self._allow_non_finite)
-        assert self._board is not None
-        self._sender.mailbox.begin(sequence)
-        return self._board.identity
+            self._sender = Sender(Mailbox(SharedBoard.create()), self._allow_non_finite)
+        self.mailbox.begin(sequence)
+        board = self.mailbox.board
+        assert isinstance(board, SharedBoard)
+        return board.identity
 
     def update(
-        self,
-        transfer: Transfer,
-        fleet: Fleet,
-        begun: Sequence[Sequence[int]],
-        num_receivers: int,
-        stages: Stages,
+        self, transfer: Transfer, fleet: Fleet, begun: Sequence[Sequence[int]], num_receivers: int, stages: Stages
     ) -> tuple[int, int, int]:
         """Send the tensors of this rank while the engines read those of all ranks; return when all have responded.
 
@@ -170,8 +172,7 @@ class FastPath:
 
         failure, counts, is_sent, is_in_place = Failure(), (0, 0, 0), False, False
         try:
-            # Buffers are kept and written again later, so they must not be inference tensors.
-            with failure, torch.inference_mode(False), torch.no_grad():
+            with failure:
                 with stages("prepare"):
                     is_new = self._prepare(transfer)
                 if is_new or not self._reads_first:  # engines read a new declaration meanwhile
@@ -195,8 +196,9 @@ class FastPath:
                 fleet.join()
         return counts
 
-    def end(self) -> None:
-        """Announce that the update is over, if it was complete."""
+    def end(self, *, failed: bool) -> None:
+        """Announce that the update is over, if it was complete; `failed`: whether an engine or a rank failed."""
+        self._is_link_broken |= failed
         if self._sender is not None:
             self._sender.mailbox.end(self._sequence)
 
@@ -302,7 +304,7 @@ class FastPath:
         assert self._device is not None
         return are_allocated(prepared.memories, self._device)
 
-    def _values(self, source: Source) -> Iterator[tuple[PreparedBucket, Values]]:
+    def _values(self, source: Source) -> Iterator[tuple[PreparedBucket, Blocks]]:
         """Yield the buckets in their order with their values. A function is called when the first one is requested, and
         its tensors are read one bucket at a time.
         """
@@ -323,9 +325,9 @@ class FastPath:
         return self._sender
 
     def _new_readers(self, control: str, num_receivers: int) -> Readers:
-        own = self.mailbox
         if self._link is not None:
             return self._link.readers(self._sequence, num_receivers)
+        own = self.mailbox
         if self._control is None:  # the board of rank 0 lives as long as its updater
             self._control = own if own.path == control else Mailbox.open(control)
         return Readers(self._sequence, own, self._control, num_receivers, self._timeout_s)
@@ -342,9 +344,3 @@ class FastPath:
 
 
 _CPU = torch.device("cpu")
-
-
-def _trainer_link(link: GroupLink, rank: int, timeout_s: float) -> "TrainerLink":
-    from tidemill_weight_update.remote.trainer_link import TrainerLink
-
-    return TrainerLink(link, rank, timeout_s)

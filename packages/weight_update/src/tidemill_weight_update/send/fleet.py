@@ -5,6 +5,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -54,14 +55,24 @@ class Member:
             self.error = error
         self.unchanged = self.unchanged and unchanged
 
-    def attempt(self, action: Callable[[], object], *, unchanged: bool) -> None:
-        """Call `action` unless the engine has failed; an exception marks it as failed."""
+    def attempt(self, action: Callable[[], object], *, unchanged: bool, what: str = "") -> None:
+        """Call `action` unless the engine has failed; an exception marks it as failed, with `what` before its text."""
         if self.error is not None:
             return
         try:
             action()
         except CLIENT_ERRORS as error:
-            self.fail(str(error) or type(error).__name__, unchanged=unchanged)
+            self.fail(f"{what}{_text(error)}", unchanged=unchanged)
+
+    def restore(self, action: Callable[[EngineClient], object], failure: str) -> bool:
+        """Call `action` even if the engine has failed; return whether it succeeded, else add `failure` to the error."""
+        try:
+            action(self.client)
+        except CLIENT_ERRORS as error:
+            failure = f"{failure}: {_text(error)}"
+            self.error = failure if self.error is None else f"{self.error}; {failure}"
+            return False
+        return True
 
 
 class Fleet:
@@ -103,15 +114,14 @@ class Fleet:
 
     def pause(self) -> None:
         """Pause the engines, unless running requests are waited for."""
-        mode = self._in_flight
-        if mode == "wait":
+        if self._in_flight == "wait":
             return
         for member in self.members:
             if member.error is not None:
                 continue
             member.paused = True  # set before the call: SGLang pauses first, and may respond late or not at all
             if not member.stopped:  # pausing again would let SGLang start requests in between
-                member.attempt(partial(member.client.pause, mode), unchanged=True)
+                member.attempt(partial(member.client.pause, self._in_flight), unchanged=True)
 
     def connect(self, request: Request, control: Mailbox) -> None:
         """Set what the engines with the tidemill loader receive, except for its rows, and where their ranks report."""
@@ -133,8 +143,6 @@ class Fleet:
     def hold(self, max_wait_s: float) -> None:
         """Hold back requests that wait for the end of `load`, for engines where they could start before `resume`."""
         held = [member for member in self.members if member.holding is not None and member.error is None]
-        if not held:
-            return
         self._wait_until_started({row for member in held for row in member.rows}, max_wait_s)
         calls = []
         for member in held:
@@ -160,16 +168,14 @@ class Fleet:
             rows.difference_update([row for row in rows if self._control.is_lost(self._request.sequence, row)])
 
         wait = PollingWait(max_wait_s, "engines to start", drop_exited)
-        while rows:
-            started = {row for row in rows if self._state(row) != IDLE}
-            rows -= started
-            if started:
-                wait.progress()
-                continue
-            try:
-                wait.pause()
-            except TimeoutError:
-                return
+        with suppress(TimeoutError):
+            while rows:
+                started = {row for row in rows if self._state(row) != IDLE}
+                rows -= started
+                if started:
+                    wait.progress()
+                else:
+                    wait.pause()
 
     def join(self) -> None:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
@@ -206,7 +212,7 @@ class Fleet:
             if member.holding is not None:
                 member.attempt(member.client.flush_cache, unchanged=False)
         except BaseException as error:  # noqa: BLE001 - otherwise the thread ends and the call looks successful
-            self._fail_and_exclude(member, str(error) or type(error).__name__)
+            self._fail_and_exclude(member, _text(error))
         if member.error is not None and not member.unchanged and not member.paused:  # at once: others may take long
             self._stop(member)
 
@@ -232,15 +238,14 @@ class Fleet:
                 "the engine runs on another machine and WeightUpdater has no link=GroupLink(...) to it, or has another "
                 "version of this package"
             )
-        # The reply of a rank that has not reported is that of an earlier update.
-        replies = [self._control.reply(row) if state else {} for row, state in zip(member.rows, states, strict=True)]
         errors: dict[str, list[str]] = {}
-        for rank, (state, reply) in enumerate(zip(states, replies, strict=True)):
-            if state != LOADED:
+        for rank, (row, state) in enumerate(zip(member.rows, states, strict=True)):
+            if state != LOADED:  # the reply of a rank that has not reported is that of an earlier update
+                reply = self._control.reply(row) if state else {}
                 errors.setdefault(reply.get("error", "it did not finish"), []).append(str(rank))
         if errors:
             raise RuntimeError("; ".join(f"rank {', '.join(ranks)}: {error}" for error, ranks in errors.items()))
-        member.replies = replies
+        member.replies = [self._control.reply(row) for row in member.rows]
         member.unchanged = False
 
     def fail_changed(self, why: str) -> None:
@@ -289,24 +294,15 @@ class Fleet:
             if member.error is not None and not member.unchanged:
                 self._stop(member)
             elif member.paused:
-                _resume(member)
+                member.restore(lambda client: client.resume(), "it was not resumed after its pause")
 
     def _stop(self, member: Member) -> None:
-        if member.stopped:
-            return
-        try:
-            member.client.pause("abort")
-            member.stopped = True
-        except CLIENT_ERRORS as error:
-            member.error = f"{member.error}; pausing it failed too: {str(error) or type(error).__name__}"
+        if not member.stopped:
+            member.stopped = member.restore(lambda client: client.pause("abort"), "pausing it failed too")
 
 
-def _resume(member: Member) -> None:
-    try:
-        member.client.resume()
-    except CLIENT_ERRORS as error:
-        failure = f"it was not resumed after its pause: {str(error) or type(error).__name__}"
-        member.error = failure if member.error is None else f"{member.error}; {failure}"
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _hold(member: Member) -> None:

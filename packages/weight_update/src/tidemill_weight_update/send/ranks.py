@@ -99,9 +99,14 @@ class Ranks:
         raise RuntimeError(f"weight update failed on {errors}")
 
     def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
+        assert self._group is not None
+        options = AllgatherOptions()
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
         mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
         gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
-        self._all_gather(list(gathered.unbind()), mine, timeout_s)
+        with _as_lost():
+            self._group.allgather([list(gathered.unbind())], [mine], options).wait()  # type: ignore[attr-defined]
         return gathered.tolist()
 
     def gather_texts(self, text: str) -> list[str]:
@@ -110,23 +115,11 @@ class Ranks:
             return [text]
         data = text.encode()
         rows = self._gather([len(data), *data[:_SHORT].ljust(_SHORT, b"\0")])
-        texts = [bytes(row[1:]) for row in rows]
-        if (longest := max(row[0] for row in rows)) > _SHORT:
-            mine = torch.tensor(
-                list(data[_SHORT:longest].ljust(longest - _SHORT, b"\0")), dtype=torch.uint8, device=_HOST
-            )
-            rest = [torch.empty_like(mine) for _ in rows]
-            self._all_gather(rest, mine, None)
-            texts = [head + bytes(item.tolist()) for head, item in zip(texts, rest, strict=True)]
-        return [item[: row[0]].decode(errors="replace") for item, row in zip(texts, rows, strict=True)]
-
-    def _all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor, timeout_s: float | None) -> None:
-        assert self._group is not None
-        options = AllgatherOptions()
-        if timeout_s is not None:
-            options.timeout = timedelta(seconds=timeout_s)
-        with _as_lost():
-            self._group.allgather([gathered], [mine], options).wait()  # type: ignore[attr-defined]
+        longest = max(row[0] for row in rows)
+        if longest > _SHORT:
+            rest = self._gather(list(data[_SHORT:].ljust(longest - _SHORT, b"\0")))
+            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+        return [bytes(text[:size]).decode(errors="replace") for size, *text in rows]
 
 
 def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
@@ -172,8 +165,12 @@ def check_same_declaration(numbers: Sequence[int]) -> None:
 
 def names_digest(names: Collection[str]) -> int:
     """Return a signed 64-bit hash of a set of names; 0 if there are none."""
-    text = json.dumps(sorted(names)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) if names else 0
+    return text_digest(json.dumps(sorted(names))) if names else 0
+
+
+def text_digest(text: str) -> int:
+    """Return a signed 64-bit hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def check_plain(ranks: Ranks, names: Collection[str], digests: Sequence[int]) -> None:

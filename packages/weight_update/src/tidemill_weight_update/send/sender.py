@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -121,8 +121,7 @@ def split(piece: Piece, max_bytes: int) -> list[Piece]:
     for at in range(0, shape[dim], step):
         size = min(step, shape[dim] - at)
         box = Box((*start[:dim], start[dim] + at, *start[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :]))
-        local = piece.local.narrow(dim, at, size)
-        parts += split(Piece(spec=piece.spec, box=box, local=local, device=piece.device), max_bytes)
+        parts += split(replace(piece, box=box, local=piece.local.narrow(dim, at, size)), max_bytes)
     return parts
 
 
@@ -154,10 +153,6 @@ def allocations(
     stay = [piece for index, piece in enumerate(pieces) if index in memory_of]
     move = [piece for index, piece in enumerate(pieces) if index not in memory_of]
     return stay, memories, [memory_of[index] for index in sorted(memory_of)], move
-
-
-Values = Blocks
-"""What a bucket is filled with, or read from in place: tensors, or addresses of GPU memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,7 +216,7 @@ class Sender:
     def send(
         self,
         sequence: int,
-        buckets: Iterable[tuple[PreparedBucket, Values]],
+        buckets: Iterable[tuple[PreparedBucket, Blocks]],
         readers: Readers,
         stages: Stages,
         started: Callable[[], None],
@@ -230,8 +225,10 @@ class Sender:
         """Publish the declared buckets one after the other, each when its half of the arena is free; return when all
         were read.
 
-        `started` is called as soon as a GPU is busy with the first bucket, so that its work overlaps with the copy.
-        `finishing` is called once, while engines copy the last buckets; no engine can finish before it returns.
+        Args:
+            buckets: buckets, each with the tensors or addresses that it is filled with, or read from in place.
+            started: called as soon as a GPU is busy with the first bucket, so that its work overlaps with the copy.
+            finishing: called once, while engines copy the last buckets; no engine can finish before it returns.
 
         Returns:
             Numbers of buckets, of tensors with a part in them, and of bytes.
@@ -249,10 +246,9 @@ class Sender:
                 self._finish_filling(prepared)
             bucket += 1
             self.mailbox.publish(sequence, bucket)
-            with stages("load"):
-                readers.deliver(
-                    bucket - 1, prepared.descriptor, None if prepared.arena is None else prepared.arena.data
-                )
+            if prepared.arena is not None:
+                with stages("load"):
+                    readers.deliver(bucket - 1, prepared.descriptor, prepared.arena.data)
             num_bytes += prepared.payload_bytes
         if bucket == 0:
             started()
@@ -278,7 +274,7 @@ class Sender:
         while len(self._halves) < num_halves:
             self._halves.append(new_arena(device, num_bytes))
 
-    def _fill(self, prepared: PreparedBucket, values: Values) -> None:
+    def _fill(self, prepared: PreparedBucket, values: Blocks) -> None:
         """Start to fill the arena, or only read (for checksums) what engines read in place."""
         targets = [] if prepared.arena is None else [prepared.arena.data]
         prepared.sums.clear()
@@ -288,8 +284,7 @@ class Sender:
     def _finish_filling(self, prepared: PreparedBucket) -> None:
         """Wait for `_fill`, check its results, and write the checksums."""
         prepared.sums.wait()
-        found = [] if self._allow_non_finite else prepared.sums.not_finite()
-        if found:
+        if found := prepared.sums.not_finite():
             names = ", ".join(repr(prepared.descriptor.sources[i].name) for i in found[:5])
             raise ValueError(
                 f"{len(found)} of the tensors have infinite or NaN elements: {names}; engines that have loaded other "

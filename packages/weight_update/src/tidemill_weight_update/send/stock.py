@@ -1,6 +1,5 @@
 """The stock path: full tensors in buckets, for engines without the tidemill loader; and adapters."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,15 +11,9 @@ from torch import Tensor
 from tidemill_weight_update.client import AdapterClient
 from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.lora import LoraConfig, pairs_of, saved_name
-from tidemill_weight_update.memory import (
-    BucketHandle,
-    CudaArena,
-    HostArena,
-    TensorEntry,
-    new_stock_arena,
-)
-from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Member
-from tidemill_weight_update.send.ranks import Failure, Ranks
+from tidemill_weight_update.memory import BucketHandle, CudaArena, HostArena, TensorEntry, new_stock_arena
+from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Fleet, Member
+from tidemill_weight_update.send.ranks import Failure, Ranks, text_digest
 from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors import (
     Item,
@@ -40,7 +33,6 @@ class Bucket:
     index: int
     entries: tuple[TensorEntry, ...]
     tensors: tuple[Tensor, ...]
-    num_bytes: int
     is_last: bool
 
     def __str__(self) -> str:
@@ -53,6 +45,10 @@ class Bucket:
         return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish(), weight_version=last)
 
     @property
+    def num_bytes(self) -> int:
+        return self.entries[-1].end
+
+    @property
     def payload_bytes(self) -> int:
         """Size of the tensors in bytes, without alignment gaps."""
         return sum(entry.num_bytes for entry in self.entries)
@@ -60,8 +56,7 @@ class Bucket:
     def digest(self, *context: object) -> int:
         """Return a signed 64-bit hash that is equal on ranks with equal names, shapes, dtypes, order and `context`."""
         layout = [(entry.name, entry.shape, str(entry.dtype), entry.start) for entry in self.entries]
-        text = repr((context, self.index, self.is_last, layout))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        return text_digest(repr((context, self.index, self.is_last, layout)))
 
 
 def _range(entries: Sequence[TensorEntry]) -> str:
@@ -79,10 +74,13 @@ def plan_buckets(
     """
     seen: set[str] = set()
     checked = (_full(*checked_item(item, seen)) for item in named_tensors)
-    grouped = by_module if isinstance(named_tensors, Iterator) else whole_modules
+    if isinstance(named_tensors, Iterator):
+        modules = (list(group) for _, group in groupby(checked, _module))
+    else:
+        modules = _whole_modules(checked)
     index = used = 0
     items: list[tuple[str, Tensor]] = []
-    for module in grouped(checked):
+    for module in modules:
         num_bytes = sum(aligned(_num_bytes(tensor, dtype)) for _, tensor in module)
         if items and used + num_bytes > bucket_bytes:
             yield _bucket(index, items, dtype, is_last=False)
@@ -95,26 +93,20 @@ def plan_buckets(
         raise ValueError("expected named tensors, got an empty iterable")
 
 
-def by_module(items: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group neighbouring items whose names are equal except for the last two parts, reading one item ahead.
-
-    These are the tensors of one module, such as `layers.0.self_attn.q_proj.weight` and
-    `layers.0.self_attn.k_proj.bias`. Tensors that a loader combines belong to one module: projections that an engine
-    fuses, a weight and its scale.
-    """
-    for _, group in groupby(items, _module):
-        yield list(group)
-
-
-def whole_modules(items: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-    """Group items as `by_module` does, independent of their position, in the order in which modules first appear."""
+def _whole_modules(items: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
+    """Group items by module, independent of their position, in the order in which modules first appear."""
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for item in items:
         groups.setdefault(_module(item), []).append(item)
-    return list(groups.values())
+    return groups.values()
 
 
 def _module(item: tuple[str, Tensor]) -> str:
+    """Return the name without its last two parts.
+
+    It is equal for tensors that a loader combines: projections that an engine fuses (`self_attn.q_proj.weight` and
+    `self_attn.k_proj.bias`), a weight and its scale.
+    """
     return item[0].rsplit(".", 2)[0]
 
 
@@ -126,8 +118,7 @@ def _bucket(index: int, items: Sequence[tuple[str, Tensor]], dtype: torch.dtype 
         end = start + _num_bytes(tensor, dtype)
         to = sent_dtype(tensor, dtype)
         entries.append(TensorEntry(name=name, shape=tuple(tensor.shape), dtype=to, start=start, end=end))
-    tensors = tuple(tensor for _, tensor in items)
-    return Bucket(index=index, entries=tuple(entries), tensors=tensors, num_bytes=end, is_last=is_last)
+    return Bucket(index=index, entries=tuple(entries), tensors=tuple(tensor for _, tensor in items), is_last=is_last)
 
 
 def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
@@ -197,22 +188,10 @@ class StockPath:
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._arenas: dict[int, HostArena | CudaArena] = {}
-        self._turn = 0
+        self._place = 0
 
-    def send(
-        self,
-        named_tensors: Iterable[Item],
-        version: str,
-        members: Sequence[Member],
-        flush: bool,
-        stages: Stages,
-        *,
-        alone: bool,
-    ) -> tuple[int, int, int]:
-        """Send all tensors to all members that have not failed, then flush their caches if requested. Collective.
-
-        Args:
-            alone: whether the update has no other engines, so that it stops when all of these have failed.
+    def send(self, named_tensors: Iterable[Item], version: str, fleet: Fleet, stages: Stages) -> tuple[int, int, int]:
+        """Send all tensors to the stock members of `fleet`, then flush their caches if it requires that. Collective.
 
         Returns:
             Numbers of buckets, tensors and bytes.
@@ -222,20 +201,24 @@ class StockPath:
         num_buckets = num_tensors = num_bytes = 0
         is_last = False
         while not is_last:
-            bucket, arena = self._next(buckets, failure)
-            bucket = self._agreed(failure, bucket, "bucket", version)
+            bucket = arena = None
+            if failure.error is None:
+                with failure:
+                    bucket = next(buckets)
+                    arena = self._arena_for(bucket) if self._ranks.rank == 0 else None
+            bucket = self._agreed(failure, bucket, "bucket", version)  # nothing is gathered before all ranks agree
             gather(bucket, arena, failure, stages)
             if arena is not None:
                 with failure, stages("load"):
                     if failure.error is None:
-                        _load(bucket.handle(arena, version), members, alone=alone)
+                        _load(bucket.handle(arena, version), fleet)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
             is_last = bucket.is_last
         with stages("finish"):
-            for member in members:
-                if flush and member.error is None and failure.error is None:
+            for member in fleet.stock:
+                if fleet.flushes and member.error is None and failure.error is None:
                     _flush(member, version)
         self._ranks.exchange(failure.error, [])
         return num_buckets, num_tensors, num_bytes
@@ -248,15 +231,14 @@ class StockPath:
         replaces: str | None,
         members: Sequence[Member],
         stages: Stages,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Make all members that have not failed serve the adapter as `name`, and unload `replaces`. Collective.
 
         Returns:
-            Numbers of tensors and bytes.
+            Numbers of buckets (1), tensors and bytes.
         """
         failure = Failure()
-        # SGLang may keep references to this memory, so it is not reused for other adapters.
-        bucket, arena = None, None
+        bucket, arena = None, None  # SGLang may keep references to the memory, so it is not reused
         with failure, stages("prepare"):
             named = []
             for module, (a, b) in pairs_of(named_tensors, config).items():
@@ -276,21 +258,12 @@ class StockPath:
         finally:
             if arena is not None:
                 arena.close()
-        return len(bucket.entries), bucket.payload_bytes
+        return 1, len(bucket.entries), bucket.payload_bytes
 
     def close(self) -> None:
         for arena in self._arenas.values():
             arena.close()
         self._arenas = {}
-
-    def _next(self, buckets: Iterator[Bucket], failure: Failure) -> tuple[Bucket | None, HostArena | CudaArena | None]:
-        """Return the next bucket and, on rank 0, its memory. Nothing is gathered yet, so any rank may fail here."""
-        if failure.error is not None:
-            return None, None
-        with failure:
-            bucket = next(buckets)
-            return bucket, self._arena_for(bucket) if self._ranks.rank == 0 else None
-        return None, None
 
     def _arena_for(self, bucket: Bucket) -> HostArena | CudaArena:
         """Return memory with room for a bucket; it may have that of an earlier bucket."""
@@ -299,13 +272,12 @@ class StockPath:
         # One arena on the host: an engine responds after it has copied. Two on a GPU, in turn, also from one update to
         # the next: the response to a bucket proves that the copies of the previous one are complete (see
         # `sglang.payload`).
-        self._turn = 0 if self._device.type == "cpu" else 1 - self._turn
-        place = self._turn
-        arena = self._arenas.get(place)
+        self._place = 0 if self._device.type == "cpu" else 1 - self._place
+        arena = self._arenas.get(self._place)
         if arena is None or arena.data.numel() < bucket.num_bytes:
             if arena is not None:
-                self._arenas.pop(place).close()  # free it before the next allocation
-            arena = self._arenas[place] = new_stock_arena(self._device, max(bucket.num_bytes, 1))
+                self._arenas.pop(self._place).close()  # free it before the next allocation
+            arena = self._arenas[self._place] = new_stock_arena(self._device, max(bucket.num_bytes, 1))
         return arena
 
     def _agreed(self, failure: Failure, bucket: Bucket | None, *context: object) -> Bucket:
@@ -328,17 +300,15 @@ def _check_finite(bucket: Bucket, arena: HostArena) -> None:
         )
 
 
-def _load(handle: BucketHandle, members: Sequence[Member], *, alone: bool) -> None:
-    for member in members:
-        if member.error is not None:
-            continue
-        member.unchanged = False
-        try:
-            member.client.load_bucket(handle)
-        except CLIENT_ERRORS as error:
-            member.fail(f"did not load bucket {handle.index} ({_range(handle.entries)}): {error}", unchanged=False)
-    if alone and all(member.error is not None for member in members):
-        raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in members))
+def _load(handle: BucketHandle, fleet: Fleet) -> None:
+    """Load a bucket into all engines that have not failed; raise if none are left in the update."""
+    for member in fleet.stock:
+        if member.error is None:
+            member.unchanged = False
+            what = f"did not load bucket {handle.index} ({_range(handle.entries)}): "
+            member.attempt(lambda client=member.client: client.load_bucket(handle), unchanged=False, what=what)
+    if not fleet.num_receivers and all(member.error is not None for member in fleet.stock):
+        raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in fleet.stock))
 
 
 def _flush(member: Member, version: str) -> None:

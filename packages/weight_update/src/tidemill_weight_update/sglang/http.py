@@ -94,10 +94,9 @@ class HttpEngine:
         self._is_paused = True
         self._send(connection, "POST", "/pause_generation", {"mode": "retract"})
         if not wait([connection.sock], _AT_ONCE_S):
-            self.get_weight_version()  # The server responds to other requests,
-            if not wait(
-                [connection.sock], _AT_ONCE_S
-            ):  # so it is paused: a second pause waits for the end of the load.
+            self.get_weight_version()
+            # The server responds to other requests, so it is paused: a second pause waits for the end of the load.
+            if not wait([connection.sock], _AT_ONCE_S):
                 connection.close()
                 return
         self._answer(connection, "POST", "/pause_generation")
@@ -127,7 +126,8 @@ class HttpEngine:
             if status == 200:
                 return
             self._request("POST", "/abort_request", {"abort_all": True})
-        self._flush_within(DRAIN_S if self._is_paused else self._timeout_s * FLUSH_WAIT_FRACTION)
+        max_wait_s = DRAIN_S if self._is_paused else self._timeout_s * FLUSH_WAIT_FRACTION
+        self._request("POST", f"/flush_cache?timeout={max_wait_s:g}")
 
     def get_weight_version(self) -> str:
         return str(self._get("/model_info", "weight_version")["weight_version"])
@@ -170,11 +170,7 @@ class HttpEngine:
         self._request("POST", "/load_lora_adapter_from_tensors", body)
 
     def unload_adapter(self, name: str) -> None:
-        """Wait until no request uses the adapter, and remove it; new requests for it are refused.
-
-        Raises:
-            RuntimeError: there is no such adapter, the server is down, or requests did not finish in time.
-        """
+        """Wait until no request uses the adapter, and remove it; RuntimeError if there is none, or after a timeout."""
         self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
     def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
@@ -190,9 +186,6 @@ class HttpEngine:
         except RuntimeError:
             self._info = None  # the server may have been restarted with another number of ranks
             raise
-
-    def _flush_within(self, max_wait_s: float) -> None:
-        self._request("POST", f"/flush_cache?timeout={max_wait_s:g}")
 
     def _drop_flush(self) -> None:
         """Close the connection of a flush whose load failed; SGLang may still execute the flush."""

@@ -64,12 +64,12 @@ class LocalEngine:
 
     def load(self, request: Request, *, flush_cache: bool) -> None:
         """Pass `request` to all ranks, in one call of the engine's `update_weights_from_tensor`."""
-        payload = request_payload(request)
-        self._wait(self._update(payload, LOADER) if not flush_cache else self._update_and_flush(payload, LOADER))
+        load = self._load_request(request_payload(request), LOADER)
+        self._wait(self._update_and_flush(load) if flush_cache else self._update(load))
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Load one bucket through the engine's own `update_weights_from_tensor`."""
-        self._wait(self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version))
+        self._wait(self._update(self._load_request(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)))
 
     def flush_cache(self) -> None:
         """Empty the prefix cache when no request runs; new requests wait until then.
@@ -115,22 +115,17 @@ class LocalEngine:
         _check(self._wait(self._manager.load_lora_adapter_from_tensors(request, None)))
 
     def unload_adapter(self, name: str) -> None:
-        """Wait until no request uses the adapter, and remove it; new requests for it are refused.
-
-        Raises:
-            RuntimeError: there is no such adapter, or requests did not finish in time.
-        """
+        """Wait until no request uses the adapter, and remove it; RuntimeError if there is none, or after a timeout."""
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         _check(self._wait(self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)))
 
-    async def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
-        request = self._load_request(payload, load_format, weight_version)
+    async def _update(self, request: "UpdateWeightsFromTensorReqInput") -> None:
         success, message = await self._manager.update_weights_from_tensor(request, None)
         if not success:
             raise RuntimeError(message)
 
-    async def _update_and_flush(self, payload: bytes, load_format: str) -> None:
+    async def _update_and_flush(self, request: "UpdateWeightsFromTensorReqInput") -> None:
         """Load and empty the prefix cache, with no new request in between.
 
         The cache is emptied first, while the trainer still prepares: if that succeeds, no request runs that could add
@@ -138,7 +133,6 @@ class LocalEngine:
         disconnected, which SGLang's lock does not wait for, or the last one, which is not removed yet), and the cache
         is emptied after it finishes. SGLang can do both in one call, but crashes if a request is still running then.
         """
-        request = self._load_request(payload, load_format, None)
         async with self._without_new_requests() as max_wait_s:
             load = self._manager.update_weights_from_tensor_communicator  # pyright: ignore[reportAttributeAccessIssue]
             flushed, results = await asyncio.gather(self._manager.flush_cache(), load(request))
@@ -149,7 +143,7 @@ class LocalEngine:
                 await self._flush_within(max_wait_s)
 
     def _load_request(
-        self, payload: bytes, load_format: str, weight_version: str | None
+        self, payload: bytes, load_format: str, weight_version: str | None = None
     ) -> "UpdateWeightsFromTensorReqInput":
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
