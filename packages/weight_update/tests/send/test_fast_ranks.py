@@ -262,7 +262,10 @@ def _bad(kind: str, bad_rank: int, mode: str) -> str:
 K = f"'{ATTN}.k_proj.weight'".replace(".", r"\.")
 BAD = {
     "nan": (rf"ValueError: .*infinite or NaN elements: {K}", rf"rank {{bad}} of 2: ValueError: .*NaN elements: {K}"),
-    "dtype": (rf"trainer ranks disagree about {K}", rf"trainer ranks disagree about {K}"),
+    "dtype": (
+        rf"disagree about {K}: rank 0 passes Sou.*, rank 1 Sou",
+        rf"disagree about {K}: rank 0 passes .*, rank 1 ",
+    ),
     "shape": (rf"(disagree about|load_weights failed at source) {K}", rf"(disagree about|failed at source) {K}"),
     "overlap": (rf"{K} has 16 elements, .* some twice", rf"{K} has 16 elements, .* some twice"),
     "twice": (
@@ -270,7 +273,10 @@ BAD = {
         rf"rank {{bad}} of 2: ValueError: tensor {K} was passed twice",
     ),
     "part twice": (rf"{K} has 16 elements, .* some twice", rf"{K} has 16 elements, .* some twice"),
-    "missing part": (rf"{K} has 16 elements, the trainer ranks send 8", rf"{K} has 16 elements, .* send 8"),
+    "missing part": (
+        rf"{K} has 16 elements, .* send 8 \(rank \d: 8\)",
+        rf"{K} has 16 elements, .* send 8 \(rank \d: 8\)",
+    ),
     "empty": ("ValueError: .*empty iterable", "rank {bad} of 2: ValueError: .*empty iterable"),
     "raises": ("KeyError: 'lost'", "rank {bad} of 2: KeyError: 'lost'"),
 }

@@ -39,7 +39,7 @@ class Manifest:
     def __init__(self, declared: Sequence[Sequence[BucketDescriptor]]) -> None:
         self.declared = declared
         self.descriptors = [descriptor for of_rank in declared for descriptor in of_rank]
-        self.sources = _checked_sources(self.descriptors)
+        self.sources = _checked_sources(declared)
         self.names = [source.name for source in self.sources]
         self.index = {name: i for i, name in enumerate(self.names)}
         self.numel = np.array([max(1, Box.whole(source.shape).numel) for source in self.sources], np.int64)
@@ -49,23 +49,26 @@ class Manifest:
         return np.array([self.index[source.name] for source in sources], dtype=np.int64)
 
 
-def _checked_sources(descriptors: Sequence[BucketDescriptor]) -> list[SourceSpec]:
+def _checked_sources(declared: Sequence[Sequence[BucketDescriptor]]) -> list[SourceSpec]:
     sources: dict[str, SourceSpec] = {}
-    boxes: dict[str, list[Box]] = {}
-    for descriptor in descriptors:
+    boxes: dict[str, dict[int, list[Box]]] = {}
+    for rank, descriptor in ((rank, each) for rank, of_rank in enumerate(declared) for each in of_rank):
         for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
-            if sources.setdefault(source.name, source) != source:
+            of_ranks = boxes.setdefault(source.name, {})
+            if (first := sources.setdefault(source.name, source)) != source:
                 raise ValueError(
-                    f"trainer ranks disagree about {source.name!r}: {sources[source.name]} and {source}; all must pass "
-                    f"the same global shape and dtype"
+                    f"trainer ranks disagree about {source.name!r}: rank {next(iter(of_ranks))} passes {first}, rank "
+                    f"{rank} {source}; all must pass the same global shape and dtype"
                 )
-            boxes.setdefault(source.name, []).extend(shard.box for shard in shards)
-    for name, held in boxes.items():
-        numel, count = Box.whole(sources[name].shape).numel, sum(box.numel for box in held)
-        if count != numel or not are_disjoint(held):
+            of_ranks.setdefault(rank, []).extend(shard.box for shard in shards)
+    for name, of_ranks in boxes.items():
+        numel, held = Box.whole(sources[name].shape).numel, [box for boxes in of_ranks.values() for box in boxes]
+        counts = {rank: sum(box.numel for box in boxes) for rank, boxes in of_ranks.items()}
+        if sum(counts.values()) != numel or not are_disjoint(held):
             raise ValueError(
-                f"{name!r} has {numel} elements, the trainer ranks send {count}"
-                f"{'' if are_disjoint(held) else ', some twice'}; "
+                f"{name!r} has {numel} elements, the trainer ranks send {sum(counts.values())}"
+                f"{'' if are_disjoint(held) else ', some twice'} "
+                f"({', '.join(f'rank {rank}: {count}' for rank, count in counts.items())}); "
                 f"each must be sent exactly once (for equal copies set LocalShard.replica and num_replicas)"
             )
     return list(sources.values())
