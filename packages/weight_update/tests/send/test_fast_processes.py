@@ -134,7 +134,7 @@ def test_killed_trainer_rank_leaves_engine_whole_or_paused(tmp_path, world_size,
             assert outcome is None
         else:
             assert outcome is not None
-            assert re.search(f"RankLostError: trainer rank {killed} of 2 does not respond", outcome), outcome
+            assert re.search("RankLostError: a trainer rank does not respond", outcome), outcome
         if mode == "collection":
             assert holds(engine, tensors(0))  # it was killed before any bucket was sent
             assert engine.paused is None

