@@ -51,27 +51,37 @@ class Manifest:
 
 def _checked_sources(declared: Sequence[Sequence[BucketDescriptor]]) -> list[SourceSpec]:
     sources: dict[str, SourceSpec] = {}
-    boxes: dict[str, dict[int, list[Box]]] = {}
-    for rank, descriptor in ((rank, each) for rank, of_rank in enumerate(declared) for each in of_rank):
+    boxes: dict[str, list[Box]] = {}
+    for descriptor in (each for of_rank in declared for each in of_rank):
         for source, shards in zip(descriptor.sources, descriptor.shards, strict=True):
-            of_ranks = boxes.setdefault(source.name, {})
             if (first := sources.setdefault(source.name, source)) != source:
+                ranks = {other: rank for rank, other, _ in reversed(_of_ranks(declared, source.name))}
                 raise ValueError(
-                    f"trainer ranks disagree about {source.name!r}: rank {next(iter(of_ranks))} passes {first}, rank "
-                    f"{rank} {source}; all must pass the same global shape and dtype"
+                    f"trainer ranks disagree about {source.name!r}: rank {ranks[first]} passes {first}, rank "
+                    f"{ranks[source]} {source}; all must pass the same global shape and dtype"
                 )
-            of_ranks.setdefault(rank, []).extend(shard.box for shard in shards)
-    for name, of_ranks in boxes.items():
-        numel, held = Box.whole(sources[name].shape).numel, [box for boxes in of_ranks.values() for box in boxes]
-        counts = {rank: sum(box.numel for box in boxes) for rank, boxes in of_ranks.items()}
-        if sum(counts.values()) != numel or not are_disjoint(held):
+            boxes.setdefault(source.name, []).extend(shard.box for shard in shards)
+    for name, held in boxes.items():
+        numel, count = Box.whole(sources[name].shape).numel, sum(box.numel for box in held)
+        if count != numel or not are_disjoint(held):
+            parts = ", ".join(f"rank {rank}: {part}" for rank, _, part in _of_ranks(declared, name))
             raise ValueError(
-                f"{name!r} has {numel} elements, the trainer ranks send {sum(counts.values())}"
-                f"{'' if are_disjoint(held) else ', some twice'} "
-                f"({', '.join(f'rank {rank}: {count}' for rank, count in counts.items())}); "
+                f"{name!r} has {numel} elements, the trainer ranks send {count}"
+                f"{'' if are_disjoint(held) else ', some twice'} ({parts}); "
                 f"each must be sent exactly once (for equal copies set LocalShard.replica and num_replicas)"
             )
     return list(sources.values())
+
+
+def _of_ranks(declared: Sequence[Sequence[BucketDescriptor]], name: str) -> list[tuple[int, SourceSpec, int]]:
+    """Return the ranks that declare a tensor, what they declare, and the number of elements that they send."""
+    return [
+        (rank, source, sum(shard.box.numel for shard in shards))
+        for rank, of_rank in enumerate(declared)
+        for descriptor in of_rank
+        for source, shards in zip(descriptor.sources, descriptor.shards, strict=True)
+        if source.name == name
+    ]
 
 
 class BucketCopies:
