@@ -1,5 +1,6 @@
 """Functions on several gloo ranks of this machine."""
 
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -20,6 +21,7 @@ def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: 
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # the stack of a rank that ends by a signal such as SIGSEGV
     torch.set_num_threads(1)
     try:
         environment, fn, args = cloudpickle.loads(payload)
