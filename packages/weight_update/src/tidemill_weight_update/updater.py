@@ -14,7 +14,7 @@ from tidemill_weight_update.lora import LoraConfig
 from tidemill_weight_update.send.declaration import Transfer
 from tidemill_weight_update.send.fast import FastPath
 from tidemill_weight_update.send.fleet import IN_FLIGHT, Engines, Fleet, InFlight
-from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks, check_plain, check_same_declaration
+from tidemill_weight_update.send.ranks import Failure, RankLostError, Ranks, check_plain
 from tidemill_weight_update.send.stock import StockPath
 from tidemill_weight_update.stats import Stages, UpdateStats
 from tidemill_weight_update.tensors import NamedTensors, items_of, source_of
@@ -137,7 +137,7 @@ class WeightUpdater:
             self._check_open()
             transfer = self._describe(named_tensors, partial=partial, number=self._num_declared + 1)
             digest = transfer.declaration.plain_digest
-        rows = self._ranks.exchange(failure.error, [digest])
+        rows = self._ranks.exchange(failure.error, [digest], method="declare()")
         assert transfer is not None
         check_plain(self._ranks, transfer.declaration.plain, [row[0] for row in rows])
         self._num_declared += 1
@@ -169,7 +169,8 @@ class WeightUpdater:
         """Send tensors to the engines to readmit, or to all that are not excluded."""
         version = str(weight_version)
         stages, failure = Stages(), Failure()
-        transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 6
+        transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 5
+        method = "update()" if readmitted is None else "readmit()"
         self._sequence += 1
         with failure:
             self._check_ready(weight_version)
@@ -178,14 +179,14 @@ class WeightUpdater:
             if self._ranks.rank == 0:
                 fleet = self._engines.fleet(self._in_flight, readmitted)
             begun = self._fast.begin(self._sequence, transfer, fleet)
-            digest = transfer.declaration.plain_digest
-            numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.number, digest]
-        rows = self._ranks.exchange(failure.error, numbers)
+            numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.declaration.plain_digest]
+            if transfer.number:
+                method = f"{'send' if readmitted is None else 'readmit'}() of declaration {transfer.number}"
+        rows = self._ranks.exchange(failure.error, numbers, method=method)
         assert transfer is not None
         num_receivers, num_stock = rows[0][2:4]
-        check_same_declaration([row[4] for row in rows])
         if transfer.number == 0:  # others were checked by `declare`
-            check_plain(self._ranks, transfer.declaration.plain, [row[5] for row in rows])
+            check_plain(self._ranks, transfer.declaration.plain, [row[4] for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
@@ -237,7 +238,7 @@ class WeightUpdater:
                 raise ValueError("name must not be empty")
             if self._ranks.rank == 0:
                 fleet = self._engines.fleet("abort" if self._in_flight == "abort" else "wait")
-        self._ranks.exchange(failure.error, [])
+        self._ranks.exchange(failure.error, [], method="update_adapter()")
         with self._paused(fleet):
             counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from stock_engine import StockToyEngine
 from tidemill_testing import run_ranks
-from tidemill_weight_update import LocalShard, WeightUpdater
+from tidemill_weight_update import LocalShard, LoraConfig, WeightUpdater
 from torch import Tensor, nn
 from toy_engines import ATTN, ToyEngine, holds, same, state, tensors
 
@@ -223,6 +223,9 @@ def _declare_differently() -> list[str]:
     first, second = updater.declare(held.items()), updater.declare(held.items())
     attempt(lambda: (first if rank == 0 else second).send(1))
     attempt(lambda: first.send(1) if rank == 0 else updater.update(held.items(), 1))
+    attempt(lambda: updater.declare(held.items()) if rank == 0 else second.readmit(engines, 1))
+    adapter = LoraConfig(r=1, lora_alpha=1.0, target_modules=("q",))
+    attempt(lambda: first.send(1) if rank == 0 else updater.update_adapter([], "policy", adapter, 1))
     change(held, 2)
     assert second.send(2).verified
     assert all(holds(engine, tensors(2)) for engine in engines)
@@ -232,8 +235,10 @@ def _declare_differently() -> list[str]:
 
 def test_declaration_that_another_rank_does_not_share_is_an_error_on_all():
     for messages in run_ranks(_declare_differently, 2):
-        assert len(messages) == 3
+        assert len(messages) == 5
         assert "rank 1 of 2 passes 1 plain tensors that rank 0 does not have" in messages[0]
         assert f"'{ATTN}.more'" in messages[0]
-        assert "different declarations (rank 0: declaration 1, rank 1: declaration 2)" in messages[1]
-        assert "different declarations (rank 0: declaration 1, rank 1: update())" in messages[2]
+        assert "different methods (rank 0: send() of declaration 1, rank 1: send() of declaration 2)" in messages[1]
+        assert "different methods (rank 0: send() of declaration 1, rank 1: update())" in messages[2]
+        assert "different methods (rank 0: declare(), rank 1: readmit() of declaration 2)" in messages[3]
+        assert "different methods (rank 0: send() of declaration 1, rank 1: update_adapter())" in messages[4]

@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -59,7 +61,115 @@ def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
         assert is_updated
         if rank != victim:
             assert "a trainer rank does not respond" in message, (rank, message)
-            assert re.search(rf"; trainer rank {victim} \(process \d+\) hangs while it sends", message), (rank, message)
+            assert re.search(rf": rank {victim} of 3 \(process \d+ on .*\) is stopped; see", message), (rank, message)
+
+
+def _stopped_early(victim: int, where: str) -> str:
+    rank = dist.get_rank()
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    engines = [ToyEngine(2)] if rank == 0 else []
+    updater = WeightUpdater(engines, process_group=group)
+    updater.update(tensors(0).items(), 0)
+
+    def items() -> Iterator:
+        for count, item in enumerate(tensors(1).items()):
+            if count == 4 and rank == victim and where == "describes":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield item
+
+    if rank == victim and where == "before":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    message = ""
+    try:
+        updater.update(items, 1)
+    except RankLostError as error:
+        message = str(error)
+    if rank == (victim + 1) % 3:
+        time.sleep(1)
+        os.kill(pids[victim], signal.SIGCONT)
+    updater.close()
+    dist.barrier()
+    assert all(holds(engine, tensors(0)) and engine.version == "0" for engine in engines)
+    return message
+
+
+@pytest.mark.parametrize("where", ["before", "describes"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_stops_before_anything_is_sent_is_named_by_the_others(victim, where):
+    for rank, message in enumerate(run_ranks(_stopped_early, 3, victim, where)):
+        if rank != victim:
+            assert re.search(rf": rank {victim} of 3 \(process \d+ on .*\) is stopped; see", message), (rank, message)
+
+
+def _late(delays: Sequence[float]) -> str:
+    rank = dist.get_rank()
+    ranks = Ranks(None)
+    ranks.exchange(None, [rank])
+    time.sleep(delays[rank])
+    with pytest.raises(RankLostError) as caught:
+        ranks.exchange(None, [rank], timeout_s=2)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_late_rank_is_named_and_the_exchange_fails_on_all_ranks():
+    first, late, third = run_ranks(_late, 3, (0.0, 4.5, 1.0))
+    for message in (first, third):
+        assert re.search(r": rank 1 of 3 \(process \d+ on .*\) did not call the method", message), message
+    assert ": all ranks had begun; see" in late
+
+
+def _stopped_in_exchange() -> str:
+    rank = dist.get_rank()
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    ranks = Ranks(None)
+    message = ""
+    if rank == 0:  # rank 1 would pass its numbers to rank 2
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGSTOP)
+    try:
+        ranks.exchange(None, [rank], timeout_s=2)
+    except RankLostError as error:
+        message = str(error)
+    if rank == 2:
+        os.kill(pids[1], signal.SIGCONT)
+    return message
+
+
+def test_rank_that_stops_in_an_exchange_is_named():
+    message = run_ranks(_stopped_in_exchange, 3)[2]
+    assert re.search(r": rank 1 of 3 \(process \d+ on .*\) is stopped; see", message), message
+
+
+def _stopped_with_store(port: int) -> str:
+    rank = dist.get_rank()
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ranks = Ranks(None)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    time.sleep(0.5)
+    try:
+        with pytest.raises(RankLostError) as caught:
+            ranks.exchange(None, [rank], timeout_s=1)
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    return str(caught.value)
+
+
+def test_store_in_a_stopped_rank_does_not_prevent_the_error():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    message = run_ranks(_stopped_with_store, 2, port)[1]
+    assert "it is unknown which, because the store of torch.distributed, usually in rank 0, does not respond" in message
 
 
 def _collection_and_function() -> bool:

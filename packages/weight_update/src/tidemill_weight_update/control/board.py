@@ -218,18 +218,24 @@ def here() -> int:
 
 
 def has_exited(pid: int, location: int) -> bool:
-    """Return whether the process is known to have exited, including zombies.
+    """Return whether the process is known to have exited, including zombies; arguments of `process_state`."""
+    return process_state(pid, location) == "has exited"
+
+
+def process_state(pid: int, location: int) -> str:
+    """Return "has exited" (also for a zombie), "is stopped" (by a signal or a debugger), or "" if neither is known.
 
     Args:
-        location: where the process runs, see `here`; a process of another machine is never known to have exited.
+        location: where the process runs, see `here`; of a process of another machine nothing is known.
     """
     if location != here():
-        return False
+        return ""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+            letter = stat.read().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return "has exited"
+    return {b"Z": "has exited", b"X": "has exited", b"T": "is stopped", b"t": "is stopped"}.get(letter, "")
 
 
 def can_map(pid: int, location: int) -> bool:

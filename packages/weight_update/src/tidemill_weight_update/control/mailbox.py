@@ -217,11 +217,6 @@ class Mailbox:
         except LinkError:
             return False
 
-    def is_sending(self, sequence: int) -> bool:
-        """Return whether the trainer rank has neither sent all buckets of the update nor failed."""
-        stamp = self.board.get("trainer", 0)[0]
-        return stamp >> 32 == sequence and stamp & 7 in (TrainerState.BEGUN, TrainerState.OPEN)
-
     def declared(self, sequence: int) -> int | None:
         """Return the number of the declaration that the update sends, or None before the update is open."""
         stamp, _, _, number, *_ = self._trainer(sequence)

@@ -186,9 +186,9 @@ class FastPath:
             # The engines compare checksums meanwhile. Other ranks may wait for engines now.
             rows = self._ranks.exchange(failure.error, [is_in_place], 3 * self._timeout_s)
             self._all_in_place = transfer.declaration if all(row[0] for row in rows) else None
-        except RankLostError as error:
+        except RankLostError:
             is_sent = False
-            raise RankLostError("; ".join([str(error), *self._silent(paths)])) from error
+            raise
         finally:  # also after an interrupt
             if not is_sent:
                 self._cancel(fleet)
@@ -218,22 +218,6 @@ class FastPath:
         self._ranks.exchange(failure.error, [], 3 * self._timeout_s)  # engines may open the boards of all ranks now
         address = self._link.connections.address
         return tuple(address.mailbox_path(rank) for rank in range(len(begun)))
-
-    def _silent(self, paths: Sequence[str]) -> list[str]:
-        """Return which trainer ranks of this machine have exited, or have neither sent all buckets nor failed."""
-        found = []
-        for rank, path in enumerate(paths):
-            if rank == self._ranks.rank or not SharedBoard.is_path(path):
-                continue
-            try:
-                mailbox = Mailbox.open(path)
-            except RuntimeError:
-                found.append(f"trainer rank {rank} has exited, or has closed its updater")
-                continue
-            if mailbox.is_sending(self._sequence):
-                found.append(f"trainer rank {rank} (process {mailbox.owner[0]}) hangs while it sends")
-            mailbox.close()
-        return found
 
     def _cancel(self, fleet: Fleet) -> None:
         """Announce that this rank sends no more buckets; if no engine was called, also that none reads."""

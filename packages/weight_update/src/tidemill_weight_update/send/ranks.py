@@ -3,8 +3,9 @@
 import hashlib
 import json
 import secrets
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+import threading
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_group, _get_default_store
+
+from tidemill_weight_update.control.board import own_process, process_state
 
 
 class Failure:
@@ -39,6 +42,12 @@ _HOST = "cpu"
 _SHORT = 1024
 """Bytes of texts that are exchanged with their sizes; longer ones take a second round."""
 
+_NUMBERS = 6
+"""Numbers of an exchange. Rows of all methods have one length: gloo ends a process that receives a longer row."""
+
+_STORE_TIMEOUT_S = 2.0
+"""Longest wait for the store while an error is described."""
+
 
 class RankLostError(RuntimeError):
     """A trainer rank has exited, or did not respond in time. Its `WeightUpdater` cannot be used any more."""
@@ -59,38 +68,54 @@ class Ranks:
         self.size = dist.get_world_size(process_group) if distributed else 1
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; only its members may update weights")
-        self._group = _own_group(process_group) if self.size > 1 else None
+        self._group: ProcessGroupGloo | None = None
+        if self.size > 1:
+            store, timeout = _own_store(process_group)
+            self._arrivals = _Arrivals(store, self.rank, self.size)
+            try:
+                self._group = ProcessGroupGloo(store, self.rank, self.size, timeout)
+            except RuntimeError as failure:
+                raise self._lost(failure) from failure
 
     def close(self) -> None:
         """Leave the group; other ranks do not have to."""
         self._group = None
 
     def exchange(
-        self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None
+        self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None, *, method: str = ""
     ) -> list[list[int]]:
         """Return the numbers of all ranks on all ranks, or raise on every rank.
 
         Args:
-            numbers: signed 64-bit numbers, the same count on each rank.
+            numbers: signed 64-bit numbers, at most 6, the same count on each rank.
+            method: the user's call that this exchange begins.
 
         Raises:
             Exception: `error` itself, on its rank, with a note that names the rank.
             RuntimeError: on the other ranks, with the failed ranks and their errors.
+            ValueError: the ranks have called different methods.
             RankLostError: a rank does not respond.
         """
         if self._group is None:
             if error is not None:
                 raise error
             return [list(numbers)]
+        padding = [0] * (_NUMBERS - len(numbers))
         try:
-            gathered = self._gather([error is not None, *numbers], timeout_s)
+            gathered = self._gather([error is not None, text_digest(method), *numbers, *padding], timeout_s)
         except RankLostError as lost:
             if error is not None:
                 lost.add_note(f"this rank had failed before: {type(error).__name__}: {error}")
             raise
         failed = [rank for rank, row in enumerate(gathered) if row[0]]
         if not failed:
-            return [row[1:] for row in gathered]
+            if len({row[1] for row in gathered}) > 1:
+                called = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.gather_texts(method)))
+                raise ValueError(
+                    f"the ranks have called different methods ({called}); all ranks must call the methods of "
+                    f"WeightUpdater and Transfer together and in the same order"
+                )
+            return [row[2 : 2 + len(numbers)] for row in gathered]
         messages = self.gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
@@ -105,9 +130,19 @@ class Ranks:
             options.timeout = timedelta(seconds=timeout_s)
         mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
         gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
-        with _as_lost():
+        try:
+            self._arrivals.arrive()
             self._group.allgather([list(gathered.unbind())], [mine], options).wait()  # type: ignore[attr-defined]
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
         return gathered.tolist()
+
+    def _lost(self, error: RuntimeError) -> RankLostError:
+        reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
+        return RankLostError(
+            f"a trainer rank does not respond ({reason}): {self._arrivals.missing()}; see the logs of the other ranks, "
+            f"close this WeightUpdater, and create another one on the remaining ranks"
+        )
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks on all ranks."""
@@ -122,45 +157,69 @@ class Ranks:
         return [bytes(text[:size]).decode(errors="replace") for size, *text in rows]
 
 
-def _own_group(process_group: dist.ProcessGroup | None) -> ProcessGroupGloo:
-    """Create a gloo group of the ranks of `process_group`, with its timeout. It is destroyed with the object."""
+class _Arrivals:
+    """How many exchanges each rank has begun, in a store: after a failed one it says which ranks are late.
+
+    It is only used for the text of an error; whether an exchange has failed is decided by gloo alone.
+    """
+
+    def __init__(self, store: PrefixStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = -1
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Record that this rank begins an exchange. A store over TCP is written without waiting for it."""
+        self._count += 1
+        self._store.set(self._key(self._rank), json.dumps([self._count, socket.gethostname(), *own_process()]))
+
+    def missing(self) -> str:
+        """Return which ranks have not begun the exchange of this rank, or else have exited or are stopped."""
+        found: list[str] = []
+        # The process that serves the store may be the one that does not respond, and reading has no timeout then.
+        reader = threading.Thread(target=lambda: found.append(self._read()), daemon=True)
+        reader.start()
+        reader.join(_STORE_TIMEOUT_S)
+        if not found:
+            return "it is unknown which, because the store of torch.distributed, usually in rank 0, does not respond"
+        return found[0]
+
+    def _read(self) -> str:
+        late, ended = [], []
+        try:
+            for rank in range(self._size):
+                if not self._store.check([self._key(rank)]):
+                    late.append(f"rank {rank} of {self._size}")
+                    continue
+                count, host, pid, location = json.loads(self._store.get(self._key(rank)))
+                name = f"rank {rank} of {self._size} (process {pid} on {host})"
+                state = process_state(pid, location)
+                if state:
+                    ended.append(f"{name} {state}")
+                elif count < self._count:
+                    late.append(name)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            return f"the store of torch.distributed, usually in rank 0, cannot be read either: {reason}"
+        if late:
+            ended.append(f"{', '.join(late)} did not call the method that this rank has called, or hung in it")
+        return "; ".join(ended) or "all ranks had begun"
+
+    def _key(self, rank: int) -> str:
+        return f"arrivals of {rank}"
+
+
+def _own_store(process_group: dist.ProcessGroup | None) -> tuple[PrefixStore, timedelta]:
+    """Return a store that no other group of these ranks uses, and the timeout of `process_group`."""
     group = _get_default_group() if process_group is None else process_group
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     # Not `new_group`: all processes of the job would have to call it, or the same ranks could not create a second
     # group. The random number of rank 0 separates the keys of this group from those of others.
     has_cpu = torch.device("cpu") in group._device_types  # NCCL alone has not
     device = torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
-    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, torch.full_like(numbers[0], secrets.randbits(62)), group=group)
     store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", _get_default_store())
-    timeout = max(group._get_backend(device).options._timeout for device in group._device_types)
-    with _as_lost():
-        return ProcessGroupGloo(store, rank, size, timeout)
-
-
-@contextmanager
-def _as_lost() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
-        raise RankLostError(
-            f"a trainer rank does not respond ({reason}): it has exited, hangs, or has called another method of its "
-            f"WeightUpdater than this rank; see the logs of the other ranks, close this WeightUpdater, and create "
-            f"another one on the remaining ranks"
-        ) from error
-
-
-def check_same_declaration(numbers: Sequence[int]) -> None:
-    """Raise ValueError unless all ranks send the same declaration; 0 is that of `update`."""
-    if len(set(numbers)) > 1:
-        shown = ", ".join(
-            f"rank {rank}: {f'declaration {number}' if number else 'update()'}" for rank, number in enumerate(numbers)
-        )
-        raise ValueError(
-            f"the ranks send different declarations ({shown}); all ranks must call declare() and Transfer.send() "
-            f"together and in the same order"
-        )
+    return store, max(group._get_backend(device).options._timeout for device in group._device_types)
 
 
 def names_digest(names: Collection[str]) -> int:
