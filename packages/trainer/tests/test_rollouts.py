@@ -5,6 +5,7 @@ from tidemill_rollout import Outcome
 from tidemill_rollout.outcome import truncated
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
+from tidemill_trainer.data import HELD_OUT
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
@@ -74,6 +75,8 @@ def test_each_session_has_a_seed_that_depends_on_run_step_problem_and_sample_alo
             episodes = rollouts.validate()
             assert episodes is not None
             assert len(episodes.summaries) == len(pool.seeds[-1])
+            ordinals = [summary.task.problem.ordinal for summary in episodes.summaries]
+            assert min(ordinals) == HELD_OUT > 512  # environments with other seeds than in the training
         return pool.seeds
 
     first, validation, second, again = seeds(0)

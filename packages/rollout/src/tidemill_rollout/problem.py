@@ -12,7 +12,7 @@ class Problem:
 
     Attributes:
         prompt: a text that is encoded without a chat template, or chat messages.
-        ordinal: position in the stream of problems, from 0.
+        ordinal: position in the stream of problems, from 0; the trainer's validation has ordinals of its own.
         id: name in logs and reports; unique in the run.
         data_source: name of the data set; selects metrics, and is passed to reward functions.
         ground_truth: what a reward function compares the answer with.

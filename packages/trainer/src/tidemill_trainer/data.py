@@ -132,6 +132,12 @@ class PromptLoader:
         return to_problems(batch, str(step), ordinal=start, first=first)
 
 
+HELD_OUT = 1 << 30
+"""Ordinal of the first problem of a validation or evaluation: environments that take it as their seed start in other
+states than those of the training.
+"""
+
+
 def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0, first: int = 0) -> list[Problem]:
     """Return the rows of a batch of `load_prompts` as problems with the ids "{prefix}-0", "{prefix}-1", ...
 

@@ -112,12 +112,12 @@ def evaluate_run(config: Config, inputs: Inputs, run: RunDir, progress: Progress
         EpisodeError: more episodes failed than `episode.max_error_share`.
     """
     from tidemill_trainer.cluster import Cluster
-    from tidemill_trainer.data import to_problems
+    from tidemill_trainer.data import HELD_OUT, to_problems
     from tidemill_trainer.rollout.episode_task import EpisodeTask
     from tidemill_trainer.rollouts import sampling_seeds
 
     assert inputs.val is not None
-    problems = to_problems(inputs.val, "eval")
+    problems = to_problems(inputs.val, "eval", ordinal=HELD_OUT)
     seeds = sampling_seeds([config.trainer.seed, 0], len(problems) * n)
     tasks = [
         EpisodeTask(number=number, problem=problems[number // n], sample=number % n, seed=seed, is_shown=True)

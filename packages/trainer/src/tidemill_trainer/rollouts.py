@@ -13,7 +13,7 @@ from tidemill_rollout import Problem
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.config import Config
-from tidemill_trainer.data import PromptLoader, to_problems
+from tidemill_trainer.data import HELD_OUT, PromptLoader, to_problems
 from tidemill_trainer.episodes import EpisodeError, NoSignalError
 from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.inputs import Inputs
@@ -305,7 +305,7 @@ class Rollouts:
         """
         if self._val is None:
             return None
-        problems = to_problems(self._val, "val")
+        problems = to_problems(self._val, "val", ordinal=HELD_OUT)
         seeds = sampling_seeds(
             [self._config.trainer.seed, 0], len(problems)
         )  # for the environments; decoding is greedy
