@@ -112,6 +112,20 @@ def test_signal_writes_a_report_and_the_run_continues(watch, waits, terminal):
     assert "test_signal_writes_a_report_and_the_run_continues" in newest.split("Stack traces")[1]
 
 
+def test_watch_continues_after_an_error_of_its_own_and_shows_it_once(waits, tmp_path, progress, terminal, monkeypatch):
+    calls = []
+
+    def fail():
+        calls.append(None)
+        raise KeyError("count")
+
+    monkeypatch.setattr("tidemill_trainer.stalls.watch._POLL_S", 0.01)
+    with Watch(waits, tmp_path, progress, each_second=fail)():
+        while len(calls) < 3:
+            pass
+    assert terminal.getvalue().count("the watch over the run failed with KeyError: 'count'; it continues") == 1
+
+
 def test_handler_of_the_signal_is_restored(watch):
     before = signal.getsignal(signal.SIGUSR1)
     with watch():

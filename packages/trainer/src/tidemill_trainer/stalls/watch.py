@@ -41,7 +41,7 @@ class Watch:
         logs: folder of the logs.
         progress: terminal output.
         queues: returns references to the descriptions of the queues of the run, by owner.
-        each_second: called each second in the thread. Raises nothing.
+        each_second: called each second in the thread.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Watch:
         self._queues = queues
         self._each_second = each_second
         self._writing = threading.Lock()
+        self._shown: tuple[float, float] = (0.0, 0.0)  # start of a wait, and when the next line is due
+        self._reported: set[int] = set()  # stopped processes
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -116,31 +118,43 @@ class Watch:
         return "\n".join(process.stack for process in processes if process.state.pid == found[-1].pid)
 
     def _run(self, signals: int) -> None:
-        shown: tuple[float, float] = (0.0, 0.0)  # start of a wait, and when the next line is due
-        reported: set[int] = set()
+        failures: set[str] = set()
         while True:
             readable, _, _ = select.select([signals], [], [], _POLL_S)
             received = os.read(signals, 4096) if readable else b"\0"
             if not received:
                 return
-            if REPORT_SIGNAL in received:
-                self._progress.info(self.write(f"requested by {REPORT_SIGNAL.name}"))
-            if self._each_second is not None:
-                self._each_second()
-            active = self.waits.active()
-            if not active:
-                continue
-            innermost = active[-1]
-            if shown[0] != innermost.since_s:
-                shown = innermost.since_s, innermost.since_s + _FIRST_LINE_S
-            if time.monotonic() >= shown[1]:
-                shown = innermost.since_s, shown[1] + _LINE_EVERY_S
-                stopped = {state.pid for state in self._stopped()}
-                if stopped <= reported:
-                    self._progress.info(_line(innermost), style="dim")
-                else:
-                    reported |= stopped
-                    self._progress.warn(self.write("a process is stopped"))
+            try:
+                self._look(received)
+            except Exception as error:  # noqa: BLE001 - shown once; the later waits are watched, too
+                text = f"the watch over the run failed with {type(error).__name__}: {error}; it continues"
+                if text not in failures:
+                    self._progress.warn(text)
+                failures.add(text)
+
+    def _look(self, received: bytes) -> None:
+        """Write a report if one was requested, and a line about a wait if it is due."""
+        if REPORT_SIGNAL in received:
+            self._progress.info(self.write(f"requested by {REPORT_SIGNAL.name}"))
+        if self._each_second is not None:
+            self._each_second()
+        active = self.waits.active()
+        if not active:
+            return
+        innermost = active[-1]
+        since, due = self._shown
+        if since != innermost.since_s:
+            due = innermost.since_s + _FIRST_LINE_S
+        is_due = time.monotonic() >= due
+        self._shown = innermost.since_s, due + _LINE_EVERY_S if is_due else due
+        if not is_due:
+            return
+        stopped = {state.pid for state in self._stopped()}
+        if stopped <= self._reported:
+            self._progress.info(_line(innermost), style="dim")
+        else:
+            self._reported |= stopped
+            self._progress.warn(self.write("a process is stopped"))
 
     def _stopped(self) -> list[ProcessState]:
         """Return the stopped processes of the run on this machine."""
