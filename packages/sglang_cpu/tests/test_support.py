@@ -101,6 +101,10 @@ def test_settings_of_tensor_parallel_ranks_do_not_affect_a_later_engine(llama, m
     for tp_size in (2, 4):
         ServerArgs(model_path=str(llama), tp_size=tp_size)
         assert os.environ[name].count("|") == tp_size - 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 4, 5})  # a container's share of a machine
+    del os.environ[name]
+    ServerArgs(model_path=str(llama), tp_size=2)
+    assert os.environ[name] == "4,7|5"
     ServerArgs(model_path=str(llama))
     assert name not in os.environ
     monkeypatch.setenv(name, "0|0")  # set by a user

@@ -130,8 +130,8 @@ def _set_up_ranks(tp_size: int) -> None:
 
 
 def _core_shares(tp_size: int) -> str:
-    """Return a share of the cores for each rank, such as "0,2|1,3"."""
-    cores = [str(core) for core in range(os.cpu_count() or 1)]
+    """Return a share of this process's cores for each rank, such as "0,2|1,3"."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     return "|".join(",".join(cores[rank::tp_size] or cores) for rank in range(tp_size))
 
 
