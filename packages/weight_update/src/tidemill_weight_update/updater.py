@@ -90,7 +90,9 @@ class WeightUpdater:
             self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place, allow_non_finite=allow_non_finite
         )
         self._in_flight: InFlight = in_flight
-        self._sequence = self._num_declared = 0
+        self._timeout_s = timeout_s
+        self._sequence = 0  # of collective calls, so that it is equal on ranks that have called different methods
+        self._num_declared = 0
         self._closed = False
 
     def update(self, named_tensors: NamedTensors, weight_version: int | str, *, partial: bool = False) -> UpdateStats:
@@ -133,6 +135,7 @@ class WeightUpdater:
         Raises the errors of `update` about tensors.
         """
         failure, transfer, digest = Failure(), None, 0
+        self._sequence += 1
         with failure:
             self._check_open()
             transfer = self._describe(named_tensors, partial=partial, number=self._num_declared + 1)
@@ -232,6 +235,7 @@ class WeightUpdater:
         version = str(weight_version)
         stages, failure = Stages(), Failure()
         fleet = Fleet([], "wait")
+        self._sequence += 1
         with failure:
             self._check_ready(weight_version)
             if not name:
@@ -268,7 +272,7 @@ class WeightUpdater:
         """Pause the engines; finally resume them and exclude those that failed."""
         is_complete = False
         try:
-            fleet.pause()
+            fleet.pause(self._timeout_s)
             # Buffers are kept and written again later, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 yield

@@ -210,7 +210,7 @@ def test_empty_declaration_and_closed_updater_are_refused(updater):
 def _declare_differently() -> list[str]:
     rank = dist.get_rank()
     engines = [ToyEngine(2)] if rank == 0 else []
-    updater = WeightUpdater(engines, bucket_bytes=300)
+    updater = WeightUpdater(engines, bucket_bytes=300, timeout_s=5)
     held, messages = parameters(0), []
 
     def attempt(action) -> None:
@@ -218,6 +218,9 @@ def _declare_differently() -> list[str]:
             action()
         except ValueError as error:
             messages.append(str(error))
+        change(held, len(messages))
+        assert updater.update(held.items(), len(messages)).verified  # the ranks are in step after each error
+        assert all(holds(engine, tensors(len(messages))) for engine in engines)
 
     attempt(lambda: updater.declare((held if rank == 0 else held | {f"{ATTN}.more": torch.zeros(2)}).items()))
     first, second = updater.declare(held.items()), updater.declare(held.items())
@@ -226,9 +229,7 @@ def _declare_differently() -> list[str]:
     attempt(lambda: updater.declare(held.items()) if rank == 0 else second.readmit(engines, 1))
     adapter = LoraConfig(r=1, lora_alpha=1.0, target_modules=("q",))
     attempt(lambda: first.send(1) if rank == 0 else updater.update_adapter([], "policy", adapter, 1))
-    change(held, 2)
     assert second.send(2).verified
-    assert all(holds(engine, tensors(2)) for engine in engines)
     updater.close()
     return messages
 

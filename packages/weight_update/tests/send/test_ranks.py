@@ -5,14 +5,17 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 
 import pytest
 import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
 from tidemill_weight_update import LocalShard, WeightUpdater
+from tidemill_weight_update.control.board import here, process_state
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from toy_engines import ToyEngine, holds, tensors
 
@@ -110,6 +113,9 @@ def _late(delays: Sequence[float]) -> str:
     time.sleep(delays[rank])
     with pytest.raises(RankLostError) as caught:
         ranks.exchange(None, [rank], timeout_s=2)
+    with pytest.raises(RankLostError) as again:  # at once, with the same text
+        ranks.exchange(None, [rank])
+    assert str(again.value) == str(caught.value)
     dist.barrier()
     return str(caught.value)
 
@@ -118,7 +124,7 @@ def test_late_rank_is_named_and_the_exchange_fails_on_all_ranks():
     first, late, third = run_ranks(_late, 3, (0.0, 4.5, 1.0))
     for message in (first, third):
         assert re.search(r": rank 1 of 3 \(process \d+ on .*\) did not call the method", message), message
-    assert ": all ranks had begun; see" in late
+    assert ": all ranks had begun, this one perhaps too late; see" in late
 
 
 def _stopped_in_exchange() -> str:
@@ -157,8 +163,9 @@ def _stopped_with_store(port: int) -> str:
         return ""
     time.sleep(0.5)
     try:
-        with pytest.raises(RankLostError) as caught:
-            ranks.exchange(None, [rank], timeout_s=1)
+        for _ in range(2):  # the second one, too, although the first reader of the store still waits
+            with pytest.raises(RankLostError) as caught:
+                ranks.exchange(None, [rank], timeout_s=1)
     finally:
         os.kill(pids[0], signal.SIGCONT)
     return str(caught.value)
@@ -169,7 +176,47 @@ def test_store_in_a_stopped_rank_does_not_prevent_the_error():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     message = run_ranks(_stopped_with_store, 2, port)[1]
-    assert "it is unknown which, because the store of torch.distributed, usually in rank 0, does not respond" in message
+    assert "which one is unknown: the store of torch.distributed, usually in global rank 0, does not respond" in message
+
+
+def _store_elsewhere(port: int) -> None:
+    """Ranks 1 and 2 exchange, while a thread of rank 1 waits for a key, and after rank 0 with the store has exited."""
+    rank = dist.get_rank()
+    pids: list[int] = [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        dist.barrier()
+        return
+    ranks = Ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        Thread(target=lambda: suppressed(store.wait, ["never"], timedelta(seconds=20)), daemon=True).start()
+        time.sleep(0.5)
+    started = time.monotonic()
+    for number in range(3):
+        assert ranks.exchange(None, [number], timeout_s=5) == [[number]] * 2
+    assert time.monotonic() - started < 5
+    dist.barrier()  # rank 0 exits
+    while not process_state(pids[0], here()):
+        time.sleep(0.05)
+    for number in range(3):
+        assert ranks.exchange(None, [number], timeout_s=5) == [[number]] * 2
+    ranks.close()
+
+
+def suppressed(action: Callable, *args: object) -> None:
+    with suppress(RuntimeError):
+        action(*args)
+
+
+def test_outcome_does_not_depend_on_the_store():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(_store_elsewhere, 3, port)
 
 
 def _collection_and_function() -> bool:
@@ -253,3 +300,27 @@ def test_exchange_works_with_any_default_device():
     common = [[0], [1]], ["", "a"], ["short", "long" * 2000]
     message = "weight update failed on rank 1 of 2: KeyError: 'lost'"
     assert run_ranks(_with_default_device, 2, "meta") == [(*common, message), (*common, "'lost'")]
+
+
+class HangingInPause(ToyEngine):
+    """Engine whose server does not respond to a pause before its client's timeout."""
+
+    def pause(self, mode):
+        time.sleep(5)
+        raise TimeoutError("no answer within 5 s")
+
+
+def _pause_that_hangs() -> dict[str, str]:
+    rank = dist.get_rank()
+    engines = [HangingInPause(2, "bad"), HangingInPause(1, "worse"), ToyEngine(2, "good")] if rank == 0 else []
+    updater = WeightUpdater(engines, bucket_bytes=100, in_flight="retract", timeout_s=2)
+    stats = updater.update(tensors(1).items(), 1)
+    assert all(holds(engine, tensors(1)) for engine in engines[2:])
+    updater.close()
+    return dict(stats.quarantined)
+
+
+def test_engines_that_hang_in_a_pause_are_excluded_and_the_others_updated():
+    for quarantined in run_ranks(_pause_that_hangs, 2):
+        assert list(quarantined) == ["engine 0 of 3 (bad)", "engine 1 of 3 (worse)"]
+        assert set(quarantined.values()) == {"it did not pause within 2 s; see its log"}

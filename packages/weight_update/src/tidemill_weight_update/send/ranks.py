@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,17 +70,19 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; only its members may update weights")
         self._group: ProcessGroupGloo | None = None
+        self._arrivals: _Arrivals | None = None
+        self._lost = ""  # message of the first `RankLostError`
         if self.size > 1:
             store, timeout = _own_store(process_group)
-            self._arrivals = _Arrivals(store, self.rank, self.size)
+            self._arrivals = _Arrivals(store, self.rank, self.size)  # before ranks can wait for each other
             try:
                 self._group = ProcessGroupGloo(store, self.rank, self.size, timeout)
-            except RuntimeError as failure:
-                raise self._lost(failure) from failure
+            except RuntimeError as error:
+                raise self._lost_error(error, "it did not connect to this rank") from error
 
     def close(self) -> None:
         """Leave the group; other ranks do not have to."""
-        self._group = None
+        self._group = self._arrivals = None
 
     def exchange(
         self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None, *, method: str = ""
@@ -100,6 +103,7 @@ class Ranks:
             if error is not None:
                 raise error
             return [list(numbers)]
+        assert len(numbers) <= _NUMBERS
         padding = [0] * (_NUMBERS - len(numbers))
         try:
             gathered = self._gather([error is not None, text_digest(method), *numbers, *padding], timeout_s)
@@ -125,24 +129,29 @@ class Ranks:
 
     def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
         assert self._group is not None
+        assert self._arrivals is not None
+        if self._lost:
+            raise RankLostError(self._lost)
         options = AllgatherOptions()
         if timeout_s is not None:
             options.timeout = timedelta(seconds=timeout_s)
         mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
         gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
         try:
+            work = self._group.allgather([list(gathered.unbind())], [mine], options)  # type: ignore[attr-defined]
             self._arrivals.arrive()
-            self._group.allgather([list(gathered.unbind())], [mine], options).wait()  # type: ignore[attr-defined]
-        except RuntimeError as failure:
-            raise self._lost(failure) from failure
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost_error(error, self._arrivals.missing()) from error
         return gathered.tolist()
 
-    def _lost(self, error: RuntimeError) -> RankLostError:
+    def _lost_error(self, error: RuntimeError, which: str) -> RankLostError:
         reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
-        return RankLostError(
-            f"a trainer rank does not respond ({reason}): {self._arrivals.missing()}; see the logs of the other ranks, "
-            f"close this WeightUpdater, and create another one on the remaining ranks"
+        self._lost = (
+            f"a trainer rank does not respond ({reason}): {which}; see the logs of the other ranks, close this "
+            f"WeightUpdater, and create another one on the remaining ranks"
         )
+        return RankLostError(self._lost)
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks on all ranks."""
@@ -165,48 +174,46 @@ class _Arrivals:
 
     def __init__(self, store: PrefixStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._count = -1
-        self.arrive()
+        self._count = 0
+        self._is_readable = True
+        store.set(f"process {rank}", json.dumps([socket.gethostname(), *own_process()]))
+        store.set(f"exchanges {rank}", "0")
 
     def arrive(self) -> None:
-        """Record that this rank begins an exchange. A store over TCP is written without waiting for it."""
+        """Record that this rank has begun an exchange. A store over TCP is written without waiting for it."""
         self._count += 1
-        self._store.set(self._key(self._rank), json.dumps([self._count, socket.gethostname(), *own_process()]))
+        if self._is_readable:
+            try:
+                self._store.set(f"exchanges {self._rank}", str(self._count))
+            except RuntimeError:  # its process has exited, which need not be one of these ranks: `missing` says so
+                self._is_readable = False
 
     def missing(self) -> str:
         """Return which ranks have not begun the exchange of this rank, or else have exited or are stopped."""
         found: list[str] = []
         # The process that serves the store may be the one that does not respond, and reading has no timeout then.
-        reader = threading.Thread(target=lambda: found.append(self._read()), daemon=True)
-        reader.start()
-        reader.join(_STORE_TIMEOUT_S)
+        if self._is_readable:
+            reader = threading.Thread(target=lambda: found.append(self._read()), daemon=True)
+            reader.start()
+            reader.join(_STORE_TIMEOUT_S)
         if not found:
-            return "it is unknown which, because the store of torch.distributed, usually in rank 0, does not respond"
+            return "which one is unknown: the store of torch.distributed, usually in global rank 0, does not respond"
         return found[0]
 
     def _read(self) -> str:
         late, ended = [], []
-        try:
-            for rank in range(self._size):
-                if not self._store.check([self._key(rank)]):
-                    late.append(f"rank {rank} of {self._size}")
-                    continue
-                count, host, pid, location = json.loads(self._store.get(self._key(rank)))
-                name = f"rank {rank} of {self._size} (process {pid} on {host})"
-                state = process_state(pid, location)
-                if state:
-                    ended.append(f"{name} {state}")
-                elif count < self._count:
-                    late.append(name)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            return f"the store of torch.distributed, usually in rank 0, cannot be read either: {reason}"
-        if late:
-            ended.append(f"{', '.join(late)} did not call the method that this rank has called, or hung in it")
-        return "; ".join(ended) or "all ranks had begun"
-
-    def _key(self, rank: int) -> str:
-        return f"arrivals of {rank}"
+        for rank in range(self._size):
+            try:
+                host, pid, location = json.loads(self._store.get(f"process {rank}"))
+                count = int(self._store.get(f"exchanges {rank}"))
+            except RuntimeError as error:
+                return f"which one is unknown: the store of torch.distributed failed: {str(error).splitlines()[0]}"
+            name, state = f"rank {rank} of {self._size} (process {pid} on {host})", process_state(pid, location)
+            if count < self._count:
+                late.append(f"{name} {state or 'did not call the method that this rank has called, or hung in it'}")
+            elif state:
+                ended.append(f"{name} {state}")
+        return "; ".join(late or ended) or "all ranks had begun, this one perhaps too late"
 
 
 def _own_store(process_group: dist.ProcessGroup | None) -> tuple[PrefixStore, timedelta]:
@@ -218,7 +225,9 @@ def _own_store(process_group: dist.ProcessGroup | None) -> tuple[PrefixStore, ti
     device = torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
     numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, torch.full_like(numbers[0], secrets.randbits(62)), group=group)
-    store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", _get_default_store())
+    # A clone has a connection of its own, which a thread of the trainer that waits for a key does not block.
+    default: Any = _get_default_store()
+    store = PrefixStore(f"tidemill weight update {int(numbers[0]):x}", default.clone())
     return store, max(group._get_backend(device).options._timeout for device in group._device_types)
 
 
