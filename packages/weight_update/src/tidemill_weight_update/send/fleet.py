@@ -95,15 +95,15 @@ class Fleet:
         ]
         self.num_receivers = 0
         self.calls: list[threading.Thread] = []
+        self._pauses: list[tuple[Member, threading.Thread]] = []
         for member in self.members:
             member.attempt(partial(self._assign_rows, member), unchanged=True)
         self.stock = [member for member in self.members if not member.rows and member.error is None]
 
     def _assign_rows(self, member: Member) -> None:
         if member.client.has_loader:
-            end = self.num_receivers + member.client.tp_size
-            member.rows = range(self.num_receivers, end)
-            self.num_receivers = end
+            member.rows = range(self.num_receivers, self.num_receivers + member.client.tp_size)
+            self.num_receivers = member.rows.stop
             if self._in_flight == "wait" and isinstance(member.client, HoldingClient):
                 member.holding = member.client
 
@@ -112,16 +112,21 @@ class Fleet:
         """Whether prefix caches are flushed. SGLang cannot flush while requests are paused, and crashes if asked to."""
         return self._in_flight in ("wait", "abort")
 
-    def pause(self) -> None:
-        """Pause the engines, unless running requests are waited for."""
-        if self._in_flight == "wait":
+    def pause(self, max_wait_s: float) -> None:
+        """Pause the engines at the same time, unless running requests are waited for."""
+        if (mode := self._in_flight) == "wait":
             return
+
+        def pause(member: Member) -> None:
+            member.attempt(lambda: member.client.pause(mode), unchanged=True)
+
         for member in self.members:
-            if member.error is not None:
-                continue
-            member.paused = True  # set before the call: SGLang pauses first, and may respond late or not at all
-            if not member.stopped:  # pausing again would let SGLang start requests in between
-                member.attempt(partial(member.client.pause, self._in_flight), unchanged=True)
+            if member.error is None:
+                member.paused = True  # set before the call: SGLang pauses first, and may respond late or not at all
+                if not member.stopped:  # pausing again would let SGLang start requests in between
+                    self._pauses.append((member, _started(pause, member)))
+        for member in _late(self._pauses, max_wait_s):
+            member.fail(f"it did not pause within {max_wait_s:g} s; see its log", unchanged=True)
 
     def connect(self, request: Request, control: Mailbox) -> None:
         """Set what the engines with the tidemill loader receive, except for its rows, and where their ranks report."""
@@ -133,7 +138,7 @@ class Fleet:
             if member.rows and member.error is not None:
                 self._exclude(member)
             elif member.rows:
-                self._start(self._load, member)
+                self.calls.append(_started(self._load, member))
 
     def exclude_all(self) -> None:
         """Exclude all engine ranks, so that other trainer ranks do not wait for engines that were not called."""
@@ -147,7 +152,7 @@ class Fleet:
         calls = []
         for member in held:
             if all(self._state(row) != IDLE for row in member.rows):
-                calls.append((member, self._start(_hold, member)))
+                calls.append((member, _started(_hold, member)))
             else:
                 self._fail_late(
                     member,
@@ -155,27 +160,20 @@ class Fleet:
                     f'of WeightUpdater, or pass in_flight="abort" to end them), or the engine hangs or has exited (see '
                     f"its log)",
                 )
-        deadline = time.monotonic() + max_wait_s
-        for member, call in calls:
-            call.join(max(0.0, deadline - time.monotonic()))
-            if call.is_alive():
-                self._fail_late(member, f"it did not hold back requests within {max_wait_s:g} s; see its log")
+        self.calls += [call for _, call in calls]
+        for member in _late(calls, max_wait_s):
+            self._fail_late(member, f"it did not hold back requests within {max_wait_s:g} s; see its log")
 
     def _wait_until_started(self, rows: set[int], max_wait_s: float) -> None:
-        """Return when all of `rows` have started the update or never will, or after a timeout without progress."""
+        """Return when all of `rows` have started the update or never will, or after a timeout."""
 
         def drop_exited() -> None:
             rows.difference_update([row for row in rows if self._control.is_lost(self._request.sequence, row)])
 
         wait = PollingWait(max_wait_s, "engines to start", drop_exited)
         with suppress(TimeoutError):
-            while rows:
-                started = {row for row in rows if self._state(row) != IDLE}
-                rows -= started
-                if started:
-                    wait.progress()
-                else:
-                    wait.pause()
+            while rows := {row for row in rows if self._state(row) == IDLE}:
+                wait.pause()
 
     def join(self) -> None:
         """Wait for the responses of the engines. An interrupt marks those that have not responded as failed."""
@@ -196,13 +194,6 @@ class Fleet:
         """Mark a late engine as failed; `_load` determines whether it changed anything when it returns."""
         member.fail(why, unchanged=True)
         self._exclude(member)
-
-    def _start(self, action: Callable[[Member], None], member: Member) -> threading.Thread:
-        """Call `action` in another thread."""
-        call = threading.Thread(target=action, args=(member,), daemon=True)
-        call.start()
-        self.calls.append(call)
-        return call
 
     def _load(self, member: Member) -> None:
         request = replace(self._request, first_receiver=member.rows.start, num_receivers=len(member.rows))
@@ -290,6 +281,8 @@ class Fleet:
 
     def resume(self) -> None:
         """Resume paused engines, and pause those that may hold a mix of versions."""
+        for _, call in self._pauses:  # a late pause would follow the end of it
+            call.join()
         for member in self.members:
             if member.error is not None and not member.unchanged:
                 self._stop(member)
@@ -303,6 +296,21 @@ class Fleet:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+def _started(action: Callable[[Member], None], member: Member) -> threading.Thread:
+    """Call `action` in another thread."""
+    call = threading.Thread(target=action, args=(member,), daemon=True)
+    call.start()
+    return call
+
+
+def _late(calls: Sequence[tuple[Member, threading.Thread]], max_wait_s: float) -> list[Member]:
+    """Wait for calls of engines, and return the engines whose call has not returned."""
+    deadline = time.monotonic() + max_wait_s
+    for _, call in calls:
+        call.join(max(0.0, deadline - time.monotonic()))
+    return [member for member, call in calls if call.is_alive()]
 
 
 def _hold(member: Member) -> None:
