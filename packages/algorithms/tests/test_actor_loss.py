@@ -36,6 +36,26 @@ def test_policy_loss_may_be_a_function():
     assert metrics["actor/mean"] == pytest.approx(trained.mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda terms: (terms.mean(), {}), r"the shape of the terms is \(\)"),  # as verl's functions
+        (lambda terms: (terms[:, None], {}), r"the shape of the terms is \(\d+, 1\)"),
+        (lambda terms: (terms, {"actor/mean": terms.mean()}), r"the shape of metric 'actor/mean' is \(\)"),
+    ],
+)
+@pytest.mark.parametrize("bypass", [None, {}])
+def test_terms_and_metrics_of_another_shape_are_an_error(returned, message, bypass):
+    def own(log_probs, batch):
+        return returned(-log_probs)
+
+    batch, log_probs = make_batch(1)
+    with pytest.raises(ValueError, match=f"policy loss own must return a term for each token.*{message}"):
+        loss_and_gradient(
+            ActorLoss(policy_loss=own, bypass_correction=bypass), weigh(batch), log_probs, counts_of(batch)
+        )
+
+
 def test_rollout_weights_multiply_terms_but_not_the_entropy():
     batch, log_probs = make_batch(2)
     entropy = ragged.like(torch.rand(len(ragged.values(log_probs))), log_probs)

@@ -101,6 +101,19 @@ class ActorLoss:
     def _function(self) -> PolicyLoss:
         return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
 
+    def _loss_terms(self, log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        terms, metrics = self._function()(log_probs, batch, **self.options)
+        named = {"the terms": terms} | {f"metric {name!r}": values for name, values in metrics.items()}
+        for name, values in named.items():
+            if values.shape != log_probs.shape:  # broadcasting would mix tokens
+                loss = getattr(self.policy_loss, "__name__", self.policy_loss)
+                raise ValueError(
+                    f"policy loss {loss} must return a term for each token, and metrics of the same shape "
+                    f"{tuple(log_probs.shape)}; the shape of {name} is {tuple(values.shape)}. The mean over tokens is "
+                    f"taken afterwards (loss_agg_mode)"
+                )
+        return terms, metrics
+
     def _terms(self, log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the terms [N] of the policy loss after a correction, and metrics [N]."""
         has_weights = "rollout_is_weights" in batch.batch.keys()  # noqa: SIM118
@@ -108,14 +121,14 @@ class ActorLoss:
             if "old_log_probs" not in batch.batch.keys():  # noqa: SIM118
                 old = ragged.like(log_probs.detach(), batch["response_mask"])
                 batch = batch.union(DataProto.from_dict({"old_log_probs": old}))
-            terms, metrics = self._function()(log_probs, batch, **self.options)
+            terms, metrics = self._loss_terms(log_probs, batch)
             return (terms * ragged.values(batch["rollout_is_weights"]) if has_weights else terms), metrics
         if has_weights:
             raise ValueError("in bypass mode, expected no column rollout_is_weights; drop it, or bypass_correction")
         mask, rollout = batch["response_mask"], batch["rollout_log_probs"]
         columns = {name: batch[name] for name in batch.batch.keys()}  # noqa: SIM118
         batch = DataProto.from_dict(columns | {"old_log_probs": rollout}, batch.non_tensor_batch)
-        terms, metrics = self._function()(log_probs, batch, **self.options)
+        terms, metrics = self._loss_terms(log_probs, batch)
         log_ratio = log_probs.detach() - ragged.values(rollout)
         weights, kept, _ = rollout_correction(ragged.like(log_ratio, mask), mask, **self.bypass_correction)
         metrics |= {
@@ -138,7 +151,8 @@ class ActorLoss:
             normalizer: `num_tokens`, sum of the mask of the global mini-batch.
 
         Raises:
-            ValueError: the loss is not finite; the error names the first row and token.
+            ValueError: the loss is not finite, and the error names the first row and token; or the policy loss returned
+                another shape than [N].
         """
         weights = ragged.values(micro_batch["loss_weights"])
         mask, num_tokens = ragged.values(micro_batch["response_mask"]).float(), normalizer.num_tokens
