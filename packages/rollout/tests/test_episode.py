@@ -6,9 +6,11 @@ import json
 import re
 import threading
 import time
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 from episode_cases import PROBLEM, asks, run
 from tidemill_rollout import (
     EngineError,
@@ -29,6 +31,9 @@ from tidemill_rollout import (
         ({"score": 0.5, "acc": True, "answer": "4"}, 0.5, {"acc": 1.0}),
         ({"reward": 2}, 2.0, {}),
         ({"score": 1.0, "acc": np.True_, 7: 2}, 1.0, {"acc": 1.0, "7": 2.0}),
+        ({"score": torch.tensor(0.5), "acc": torch.tensor(1.0)}, 0.5, {"acc": 1.0}),
+        ({"score": 0.5, "acc": np.array(1.0)}, 0.5, {"acc": 1.0}),
+        ({"score": 0.5, "acc": Decimal("0.25")}, 0.5, {"acc": 0.25}),
         (Outcome(reward=0.25, metrics={"acc": 1.0}), 0.25, {"acc": 1.0}),
         (Outcome(reward=np.float32(1), metrics={"acc": np.float32(0.5), "n": True}), 1.0, {"acc": 0.5, "n": 1.0}),
     ],
@@ -52,6 +57,7 @@ def test_number_dict_and_outcome_are_results_of_an_episode(scripted, result, rew
         ({"acc": 1.0}, "requires the key \"score\", got {'acc': 1.0}"),
         ({"score": None}, "must return a number, .* got None"),
         ({"score": 1.0, "acc": float("inf")}, "finite float32 as the metric 'acc'"),
+        ({"score": 1.0, "acc": "yes"}, "\"acc\" of a dict .* must be a number, got 'yes'"),
         (object(), "must return a number, .* got <object"),
     ],
 )

@@ -68,11 +68,11 @@ def to_outcome(result: Any) -> Outcome:
     """Return the outcome for what an episode function or a reward function returned.
 
     Args:
-        result: a number; a dict with "score" (or "reward") and further entries, of which the numbers become metrics,
-            such as "acc"; or an `Outcome`.
+        result: a number; a dict with "score" (or "reward") and further entries, of which the numbers become metrics;
+            or an `Outcome`. The entry "acc" is the accuracy.
 
     Raises:
-        TypeError: any other type.
+        TypeError: any other type, or an "acc" that is no number.
         ValueError: a dict without a score, or a number that is not finite.
     """
     if isinstance(result, Outcome):
@@ -83,6 +83,8 @@ def to_outcome(result: Any) -> Outcome:
     if name is None:
         raise ValueError(f'a dict that an episode returns requires the key "score", got {short(result)}')
     metrics = {key: float(value) for key, value in result.items() if key != name and isinstance(value, Real | np.bool_)}
+    if "acc" in result:  # also as a tensor or an array of one element, as the score
+        metrics["acc"] = _number(result["acc"], '"acc" of a dict that an episode returns must be a number')
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
