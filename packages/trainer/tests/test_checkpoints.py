@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from tidemill_dispatch import WorkerError
 from tidemill_engines.location import file_system, read_text, sizes, written_to
 from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
@@ -129,3 +130,21 @@ def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(folder):
     file_system(path).pipe_file(f"{path}/trainer.json", b'{"format": 99, "step": 2}')
     with pytest.raises(CheckpointError, match="must have format 1, got 99; resume it with the version"):
         checkpoints.read_step(path)
+
+
+def test_error_of_a_worker_that_loads_a_damaged_checkpoint_says_how_to_continue(folder):
+    checkpoints = Checkpoints(folder, max_to_keep=3)
+    checkpoints.save(1, _fill("a"))
+    path = checkpoints.save(2, _fill("b"))
+
+    def error(error_type):
+        where = {"group": "actor", "rank": 0, "host": "here:1", "method": "load_checkpoint"}
+        return WorkerError(**where, error_type=error_type, error_message="x is damaged", remote_traceback="")
+
+    with (
+        pytest.raises(CheckpointError, match=r"step_000002: x is damaged; the newest .*step_000001; if .*remove its"),
+        checkpoints.loading(path),
+    ):
+        raise error("ValueError")
+    with pytest.raises(WorkerError), checkpoints.loading(path):
+        raise error("RuntimeError")

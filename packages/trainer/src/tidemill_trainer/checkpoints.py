@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tidemill_dispatch import CallTimeoutError, WorkerDiedError
+from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 from tidemill_engines.location import read_text, remove, sizes, write_text
 
 FORMAT = 1
@@ -127,6 +127,19 @@ class Checkpoints:
                 "version of tidemill-trainer that saved it"
             )
         return state["step"]
+
+    @contextmanager
+    def loading(self, path: str) -> Iterator[None]:
+        """Raise CheckpointError from the error of a worker that finds the checkpoint at `path` damaged or unfit."""
+        try:
+            yield
+        except WorkerError as error:
+            if error.error_type not in ("ValueError", "FileNotFoundError"):
+                raise
+            raise CheckpointError(
+                f"cannot load the checkpoint {path}: {error.error_message}; {self._newest(path)}; if this one is "
+                f"damaged, remove its folder to resume without it"
+            ) from error
 
     def _all_steps(self) -> list[int]:
         """Return the steps of all checkpoints, also of incomplete ones, ascending."""

@@ -131,7 +131,7 @@ class Trainer:
             step = self._checkpoints.read_step(path)
             with self._waits("roles"):
                 self._learner.init_roles(self._run.initial_policy, is_resumed=True)
-            with self._waits("load_checkpoint"):
+            with self._waits("load_checkpoint"), self._checkpoints.loading(path):
                 self._learner.load_checkpoint(path)
             with self._waits("update_weights"):
                 self._engines.update_weights(step)

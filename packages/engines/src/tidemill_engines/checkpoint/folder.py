@@ -237,10 +237,9 @@ def _with_advice(location: str) -> Iterator[None]:
     except (FileNotFoundError, ValueError) as error:
         parent, own = split(location)
         others = [name for name in whole_checkpoints(parent) if name != own]
-        advice = f"{parent} has no other complete checkpoint"
-        if others:
-            advice = f"the newest complete checkpoint is {parent}/{others[-1]}"
-        raise type(error)(f"{error}; {advice}") from error
+        if not others:  # the caller may have others in another order of folders
+            raise
+        raise type(error)(f"{error}; the newest complete checkpoint is {parent}/{others[-1]}") from error
 
 
 def whole_checkpoints(parent: str) -> list[str]:

@@ -91,7 +91,7 @@ class SFTTrainer:
         if steps:
             path = self._checkpoints.path(steps[-1])
             step = self._checkpoints.read_step(path)
-            with self._waits("load_checkpoint"):
+            with self._waits("load_checkpoint"), self._checkpoints.loading(path):
                 self._workers.load_checkpoint(absolute(path))
             self._run.remove_after(step)
             self._progress.info(f"continuing after step {step} from {path}")
