@@ -9,7 +9,10 @@ from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import ConfigError, load_config, with_absolute_paths
@@ -94,6 +97,31 @@ def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "episode.max_retries=0", "critic.num_workers=2"]
     run = _open(_config(tmp_path, "trainer.name=a", *allowed), "x", resume=True)
     assert load_config(run.config).trainer.total_steps == 999
+
+
+def _rows(*prompts, tokens=((1, 2), (3,))):
+    prompt = np.array(prompts, dtype=object)
+    return DataProto.from_dict(
+        {"input_ids": ragged.ragged_from_list([torch.tensor(row) for row in tokens])}, {"prompt": prompt}
+    )
+
+
+def test_resume_rejects_other_training_data(tmp_path):
+    config = _config(tmp_path, "trainer.name=a")
+    run = _open(config, "x", resume=False)
+    run.check_data(_rows("a", [{"role": "user", "content": "b"}]))
+    run.check_data(_rows("a", "c"))  # no step depends on the rows yet
+    _begin(run)
+    run.check_data(_rows("a", "c"))
+    for other in (_rows("a", "d"), _rows("c", "a"), _rows("a", "c", tokens=((1,), (2, 3)))):
+        with pytest.raises(
+            ConfigError, match=r"cannot resume .*/a: the training data has changed .*2 rows there, 2 now"
+        ):
+            run.check_data(other)
+    with pytest.raises(ConfigError, match=r"2 rows there, 3 now"):
+        run.check_data(_rows("a", "c", "c", tokens=((1,), (2,), (3,))))
+    (run.path / "data.json").unlink()  # of an earlier version
+    run.check_data(_rows("a", "d"))
 
 
 def test_resume_without_a_name_uses_the_newest_run_of_the_stem(tmp_path):

@@ -318,6 +318,8 @@ def _fit(config: Config, inputs: Inputs, run: RunDir, progress: Progress) -> Non
     from tidemill_trainer.cluster import Cluster
     from tidemill_trainer.trainer import Trainer
 
+    if inputs.train is not None:
+        run.check_data(inputs.train)
     with Cluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
         gc.freeze()  # otherwise full collections visit all objects that the imports created
@@ -335,6 +337,7 @@ def _fit_sft(config: SFTConfig, inputs: SFTInputs, run: RunDir, progress: Progre
     from tidemill_trainer.sft.cluster import SFTCluster
     from tidemill_trainer.sft.trainer import SFTTrainer
 
+    run.check_data(inputs.train)
     with SFTCluster(config, run, progress) as cluster, cluster.watch():
         cluster.wait_ready()
         with _reported(run, progress):

@@ -1,6 +1,7 @@
 """The folder of a run, `runs/<name>/`: config, metrics, rollouts, checkpoints, logs and report."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from tidemill_dataproto import DataProto, ragged
 from tidemill_engines.location import read_text, sizes, write_text
 
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
@@ -120,6 +123,22 @@ class RunDir:
         if self.has_data():
             return f"{text}, before its first checkpoint. Start it again from the beginning with: {again} --resume"
         return f"The run in {self.path} stopped before its first step. Start it again with: {again}"
+
+    def check_data(self, train: DataProto) -> None:
+        """Record the number and a hash of the training rows; with a checkpoint, compare them with those of its run.
+
+        Raises:
+            ConfigError: they have changed. The order of the rows depends on their number, and the ledger names rows.
+        """
+        path, found = self.path / "data.json", {"rows": len(train), "hash": _hash(train)}
+        before = json.loads(path.read_text()) if path.is_file() else found
+        if before != found and self.newest_checkpoint() is not None:
+            raise ConfigError(
+                f"cannot resume {self.path}: the training data has changed since its start ({before['rows']} rows "
+                f"there, {len(train)} now, hash {before['hash']} and {found['hash']}); restore the files in "
+                f"data.train_files, or choose another trainer.name to start a new run"
+            )
+        path.write_text(json.dumps(found))
 
     def begin(self, warn: Callable[[str], None]) -> None:
         """Move the metrics of an attempt without a checkpoint to a folder of their own, and report it to `warn`."""
@@ -321,3 +340,18 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):  # a killed run may leave an incomplete line
                 yield json.loads(line)
+
+
+def _hash(batch: DataProto) -> str:
+    """Return a hash of all columns, the same in each process; of objects such as images only their type is in it."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, column in sorted(batch.non_tensor_batch.items()):
+        digest.update(json.dumps([name, *column.tolist()], default=lambda value: type(value).__name__).encode())
+    for name in sorted(batch.batch.keys()):
+        tensor = batch[name]
+        is_ragged = ragged.is_ragged(tensor)
+        lengths = ragged.lengths(tensor) if is_ragged else torch.tensor(tensor.shape)
+        values = (ragged.values(tensor) if is_ragged else tensor).contiguous()
+        digest.update(repr((name, str(values.dtype), lengths.tolist())).encode())
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
