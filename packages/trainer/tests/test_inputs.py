@@ -54,6 +54,15 @@ def test_number_of_skipped_prompts_is_reported(assets, progress, terminal, tmp_p
     assert "skipped 1 problems of" in terminal.getvalue()
 
 
+def test_files_given_twice_are_warned_about(assets, progress, terminal, tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2", "response": "2"}) + "\n")
+    _load(assets, progress, f'data.train_files=["{file}", "{file}"]', f'data.val_files=["{file}"]')
+    shown = " ".join(terminal.getvalue().split())
+    assert "data.train_files has a file more than once" in shown
+    assert "the validation has problems of the training" in shown
+
+
 def test_suspicious_sizes_are_warned_about(assets, progress, terminal, tmp_path):
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2", "response": "2"}) + "\n")
     sizes = ["trainer.total_steps=4", "actor.ppo_mini_batch_size=32", "data.train_batch_size=100"]

@@ -99,6 +99,13 @@ def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     assert load_config(run.config).trainer.total_steps == 999
 
 
+@pytest.mark.parametrize("folder", ["/proc/runs", __file__])
+def test_folder_that_cannot_be_created_is_an_error_of_its_key(folder):
+    config = load_config(DEMO_CONFIG, [f"trainer.run_dir={folder}"])
+    with pytest.raises(ConfigError, match=f"config key trainer.run_dir: cannot create {folder}/x-.*: N"):
+        _open(config, "x", resume=False)
+
+
 def _rows(*prompts, tokens=((1, 2), (3,))):
     prompt = np.array(prompts, dtype=object)
     return DataProto.from_dict(

@@ -66,6 +66,11 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
 def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> None:
     """Warn about valid but suspicious settings."""
     prompts, optimizer = config.data.train_batch_size, config.optimizer
+    files = config.data.train_files
+    if len({*files}) < len(files):
+        progress.warn("data.train_files has a file more than once: each step may contain its problems several times")
+    if common := sorted({*files} & {*config.data.val_files}):
+        progress.warn(f"the validation has problems of the training: {', '.join(common)} is in data.val_files, too")
     if prompts > num_problems:
         progress.warn(
             f"data.train_batch_size={prompts} is larger than the {num_problems} training problems: "

@@ -235,7 +235,10 @@ def _create(config: RunConfig, stem: str) -> RunDir:
     name = config.trainer.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.trainer.run_dir) / name
     run = RunDir(path, _checkpoints_of(path, config.trainer.checkpoint_dir))
-    run.path.mkdir(parents=True, exist_ok=True)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"config key trainer.run_dir: cannot create {path}: {error.strerror}") from error
     return run
 
 
@@ -321,9 +324,9 @@ def check_same(new: RunConfig, old: RunConfig, run: RunDir, what: str) -> None:
         and f"{section}.{key}" not in _MAY_CHANGE
     ]
     if changed:
+        choice = ", or choose another trainer.name" if what == "resume" else ""
         raise ConfigError(
-            f"cannot {what} {run.path} with other values of {', '.join(changed)}; use those of {run.config}, or choose "
-            "another trainer.name"
+            f"cannot {what} {run.path} with other values of {', '.join(changed)}; use those of {run.config}{choice}"
         )
 
 

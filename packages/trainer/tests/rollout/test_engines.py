@@ -154,7 +154,7 @@ def test_added_engine_serves_and_removed_engine_exits(begin):
 def test_last_engine_and_unknown_ones_are_not_removed(begin):
     run = begin(num_engines=2)
     for count, name, message in (
-        (2, None, "cannot remove 2 of the engines rollout_0, rollout_1: the run requires one that serves"),
+        (5, None, "cannot remove 5 of the engines rollout_0, rollout_1: the run requires one that serves"),
         (1, "rollout_7", "the run has no engine 'rollout_7' to remove; its engines are rollout_0, rollout_1"),
     ):
         with pytest.raises(EngineRequestError, match=message):

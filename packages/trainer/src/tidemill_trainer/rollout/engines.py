@@ -250,7 +250,8 @@ class Engines:
             raise EngineRequestError(f"the run has no engine {request.name!r} to remove; its engines are {names}")
         if not any(engine not in found and not engine.is_new for engine in remaining):
             raise EngineRequestError(
-                f"cannot remove {len(found)} of the engines {names}: the run requires one that serves; add one first"
+                f"cannot remove {request.name or request.count} of the engines {names}: the run requires one that "
+                "serves; add one first"
             )
         return found
 
