@@ -8,9 +8,11 @@ import pytest
 from tidemill_dataproto import ragged
 from tidemill_rollout import ChatTemplate
 from tidemill_trainer.config import DataConfig
-from tidemill_trainer.data import DataError, PromptLoader, load_prompts, with_responses
+from tidemill_trainer.data import DataError, PromptLoader, load_prompts, read_rows, to_problems, with_responses
 from tidemill_trainer.demo.chat import chat_tokenizer
 from tidemill_trainer.demo.shop import PIECES, shop_rows
+from tidemill_trainer.sft.config import SFTDataConfig
+from tidemill_trainer.sft.dataset import Encoder, load_examples
 
 
 def _write(path, rows):
@@ -43,6 +45,51 @@ def test_parquet_values_reach_the_reward_function_as_python_objects(tmp_path, to
     actual = data.non_tensor_batch["ground_truth"].tolist()
     assert actual == [ground_truth, ground_truth]
     assert {type(value) for value in actual} == {type(ground_truth)}
+
+
+def _row_with_calls(**arguments):
+    function = {"name": "scan", "arguments": arguments}
+    return {
+        "prompt": [
+            {"role": "user", "content": "fig"},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": "1"},
+        ],
+        "response": [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": "1"},
+            {"role": "assistant", "content": "2"},
+        ],
+        "extra_info": {"prices": [arguments]},
+    }
+
+
+def test_parquet_fields_that_only_other_rows_have_are_not_read_as_null(tmp_path):
+    tokenizer = chat_tokenizer(PIECES)
+    rows = [_row_with_calls(item="lemon"), _row_with_calls(x={"y": 1})]
+    jsonl = _write(tmp_path / "a.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    expected, _ = load_prompts([jsonl], tokenizer, DataConfig())
+    actual, _ = load_prompts([str(tmp_path / "a.parquet")], tokenizer, DataConfig())
+    assert '"arguments": {"item": "lemon"}' in tokenizer.decode(actual["prompts"][0])
+    for name in ("prompt", "extra_info"):
+        assert actual.non_tensor_batch[name].tolist() == [row[name] for row in rows]
+    trained = [with_responses(data, tokenizer)["input_ids"].unbind() for data in (actual, expected)]
+    for left, right in zip(*trained, strict=True):
+        assert left.tolist() == right.tolist()
+
+
+def test_parquet_columns_and_list_items_that_are_null_stay_none(tmp_path):
+    rows = [{"prompt": "1", "extra_info": None, "ids": [1, None]}, {"prompt": "2", "extra_info": {"x": 1}, "ids": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert list(read_rows(tmp_path / "a.parquet")) == rows
+
+
+def test_tools_of_a_row_are_tools_of_its_problem(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "fig"}]} for _ in range(2)]
+    rows[0]["tools"] = shop_rows(1, 0, seed=0, hasty_share=0.0)[0][0]["tools"]
+    data, _ = load_prompts([_write(tmp_path / "t.jsonl", rows)], chat_tokenizer(PIECES), DataConfig())
+    assert [problem.tools for problem in to_problems(data, "1")] == [rows[0]["tools"], None]
 
 
 def test_verl_ground_truth_is_read(tmp_path, tokenizer):
@@ -82,6 +129,32 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
         ("a.csv", "x\n", r"expected a file name that ends in \.jsonl or \.parquet, got 'a\.csv'"),
         ("a.jsonl", "", r"expected problems in .*a\.jsonl, got none"),
         ("a.jsonl", '{"prompt": "1"}\n{"prompt": "é"}\n', r"row 2: expected JSON in UTF-8: .*can't decode byte 0xe9"),
+        ("a.jsonl", '"\\ud800"\n', r"a\.jsonl, row 1: expected a JSON object, got '\\ud800'"),
+        (
+            "a.jsonl",
+            '{"prompt": "1"}\n{"prompt": "12+13=\\ud800"}\n',
+            r"a\.jsonl, row 2: column 'prompt' has half of a surrogate pair, '\\ud800', which UTF-8 cannot represent",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "\\ud800"}]}\n',
+            r"a\.jsonl, row 1: column 'prompt' has half of a surrogate pair, '\\ud800'",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "1", "\\udfff": 1}\n',
+            r"a\.jsonl, row 1: column '\\udfff' has half of a surrogate pair",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "1"}\n{"prompt": "1", "ground_truth": -' + "1" * 5000 + "}\n",
+            r"a\.jsonl, row 2: expected integers of at most 4300 digits, got one of 5000; write it as a string",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "1", "extra_info": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+            r"a\.jsonl, row 1: lists and objects are nested too deeply; flatten them, or store them as JSON text",
+        ),
         (
             "a.jsonl",
             '{"prompt": "1", "response": 2}\n',
@@ -97,6 +170,33 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
 )
 def test_invalid_file_is_rejected_with_file_and_row(tmp_path, tokenizer, name, text, message):
     (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(DataError, match=message):
+        load_prompts([str(tmp_path / name)], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encoding_than_utf_8_is_rejected_with_file_and_row(tmp_path, tokenizer, encoding):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n', encoding=encoding)
+    message = r"a\.jsonl, row 1: expected JSON in UTF-8, got null bytes, .*UTF-16.*; convert the file to UTF-8"
+    with pytest.raises(DataError, match=message):
+        load_prompts([str(tmp_path / "a.jsonl")], tokenizer, DataConfig())
+
+
+def test_jsonl_with_byte_order_mark_and_surrogate_pair_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}\n', encoding="utf-8-sig")
+    assert list(read_rows(tmp_path / "a.jsonl")) == [{"prompt": "\U0001f600"}]
+
+
+def test_row_of_sft_that_cannot_be_tokenized_is_rejected_with_file_and_row(tmp_path, tokenizer):
+    file = _write(tmp_path / "s.jsonl", [{"prompt": "1", "response": "2"}, {"prompt": "1", "response": "\ud800"}])
+    with pytest.raises(DataError, match=r"s\.jsonl, row 2: column 'response' has half of a surrogate pair"):
+        load_examples([file], Encoder(tokenizer, SFTDataConfig()).example)
+
+
+@pytest.mark.parametrize("name", ["d", "d.jsonl", "d.parquet"])
+def test_folder_instead_of_a_data_file_is_rejected_as_a_folder(tmp_path, tokenizer, name):
+    (tmp_path / name).mkdir()
+    message = rf"expected a \.jsonl or \.parquet file, but /.*/{name} is a folder; list its files in data\.train_files"
     with pytest.raises(DataError, match=message):
         load_prompts([str(tmp_path / name)], tokenizer, DataConfig())
 

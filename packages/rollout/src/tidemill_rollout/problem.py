@@ -17,6 +17,7 @@ class Problem:
         data_source: name of the data set; selects metrics, and is passed to reward functions.
         ground_truth: what a reward function compares the answer with.
         extra_info: any further data of the row.
+        tools: tools in OpenAI's format that `single_turn` puts into a prompt of chat messages; None without tools.
     """
 
     prompt: str | list[Message]
@@ -25,6 +26,7 @@ class Problem:
     data_source: str = "data"
     ground_truth: Any = None
     extra_info: Any = None
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def messages(self) -> list[Message]:

@@ -6,6 +6,7 @@ import threading
 import pytest
 from tidemill_rollout import Problem
 from tidemill_rollout.episodes import single_turn
+from tidemill_rollout.episodes.tool import Tool
 
 PROBLEM = Problem(prompt="hello", data_source="sums", ground_truth="42", extra_info={"level": 1})
 
@@ -51,6 +52,36 @@ def test_text_prompt_has_no_template_and_messages_have_it(scripted, tokenizer):
     run(policy, lambda *_: 1.0, Problem(prompt=[{"role": "user", "content": "hello"}]))
     texts = [tokenizer.decode(prompt) for prompt, _ in policy.engine.requests]
     assert texts == ["hello", "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"]
+
+
+def test_tools_of_a_problem_are_in_the_prompt_of_messages_and_not_in_that_of_a_text(scripted_tools):
+    def weather(city: str) -> str:
+        """Return the weather.
+
+        Args:
+            city: name of the city
+        """
+        return city
+
+    tools = [Tool(weather).schema]
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    policy, messages, texts = scripted_tools(f"{call}<|im_end|>"), [{"role": "user", "content": "hello"}], []
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        texts.append(solution_str)
+        return 1.0
+
+    for prompt in (messages, "hello"):
+        run(policy, reward, Problem(prompt=prompt, tools=tools))
+    run(policy, reward, Problem(prompt=messages))
+    received = [prompt for prompt, _ in policy.engine.requests]
+    tokenizer = policy.template.tokenizer
+    expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+    assert received[0] == expected["input_ids"]
+    assert '"name": "weather"' in tokenizer.decode(received[0])
+    assert tokenizer.decode(received[1]) == "hello"
+    assert "weather" not in tokenizer.decode(received[2])
+    assert texts == [call] * 3  # calls are not executed
 
 
 def test_reward_function_that_raises_is_an_environment_error_that_keeps_the_tokens(scripted):

@@ -39,10 +39,10 @@ class DataConfig(BaseDataConfig):
     Attributes:
         train_files, val_files: `.jsonl` or `.parquet` files. Each row has a `prompt` (a string or chat messages) and
             optionally `ground_truth`, `data_source`, `extra_info` and, for the warm-up, `response`: a string or, after
-            chat messages, further messages that start and end with a reply of the assistant, with their `tools`.
-            verl's nested `reward_model.ground_truth` is also supported. A string is encoded without special tokens, so
-            it must contain those that the model requires, such as a BOS token; the chat template adds them to chat
-            messages.
+            chat messages, further messages that start and end with a reply of the assistant. `tools` are put into
+            prompts of chat messages, also by "single_turn". verl's nested `reward_model.ground_truth` is also
+            supported. A string is encoded without special tokens, so it must contain those that the model requires,
+            such as a BOS token; the chat template adds them to chat messages.
         train_batch_size: prompts per step.
         max_prompt_length: maximum length of a prompt in tokens.
         overlong_prompts: "error" rejects a file with a longer prompt; "skip" drops such rows and reports how many.

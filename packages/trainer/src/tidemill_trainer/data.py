@@ -1,6 +1,7 @@
 """Problems: read from files, tokenized once, and drawn in an order that depends only on the seed and the step."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
 from tidemill_trainer.sft.example import Example, to_batch
+
+_PROBLEM_COLUMNS = ("prompt", "data_source", "ground_truth", "extra_info", "tools")
+"""Object columns of a batch of `load_prompts` that are attributes of a `Problem`."""
 
 
 class DataError(ValueError):
@@ -37,21 +41,15 @@ def load_prompts(
     Returns:
         A batch with one row per problem and the number of skipped rows, whose prompt is longer than
         `max_prompt_length`. The batch has the ragged int64 column `prompts` [B, j] and the object columns `prompt` (as
-        in the file), `data_source`, `ground_truth`, `extra_info` and `response` (the text, a `Trajectory` for messages,
-        or None).
+        in the file), `data_source`, `ground_truth`, `extra_info`, `tools` and `response` (the text, a `Trajectory` for
+        messages, or None).
 
     Raises:
         DataError: a file is missing or cannot be read, a row has no prompt or one that the chat template rejects, a
             prompt is too long (unless skipped), or there are no rows.
     """
     prompts: list[torch.Tensor] = []
-    columns: dict[str, list[Any]] = {
-        "prompt": [],
-        "data_source": [],
-        "ground_truth": [],
-        "extra_info": [],
-        "response": [],
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in (*_PROBLEM_COLUMNS, "response")}
     num_skipped = 0
     for file in files:
         for number, row in enumerate(read_rows(Path(file)), start=1):
@@ -79,6 +77,7 @@ def load_prompts(
             columns["data_source"].append(str(row.get("data_source") or "data"))
             columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
+            columns["tools"].append(row.get("tools"))
             columns["response"].append(_response(row, tokenizer, where))
     if not prompts:
         reason = f" ({num_skipped} have a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
@@ -147,11 +146,10 @@ def to_problems(batch: DataProto, prefix: str, *, ordinal: int = 0, first: int =
         ordinal: ordinal of the first problem.
         first: number in the id of the first problem.
     """
-    names = ("prompt", "data_source", "ground_truth", "extra_info")
-    columns = [batch.non_tensor_batch[name] for name in names]
+    columns = [batch.non_tensor_batch[name] for name in _PROBLEM_COLUMNS]
+    rows = [dict(zip(_PROBLEM_COLUMNS, values, strict=True)) for values in zip(*columns, strict=True)]
     return [
-        Problem(id=f"{prefix}-{first + number}", ordinal=ordinal + number, **dict(zip(names, values, strict=True)))
-        for number, values in enumerate(zip(*columns, strict=True))
+        Problem(id=f"{prefix}-{first + number}", ordinal=ordinal + number, **row) for number, row in enumerate(rows)
     ]
 
 
@@ -175,15 +173,25 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `.jsonl` or `.parquet` file as dicts.
 
+    Arrow gives all structs of a column the same fields, and reads a field that a struct does not have as null. So a
+    missing field and a null are the same in Parquet, and both are left out of the dicts in a column, at any depth.
+    Null items of lists and null columns stay None.
+
     Raises:
         DataError: the file is missing or cannot be read; the message names file and row.
     """
+    if path.is_dir():
+        raise DataError(
+            f"expected a .jsonl or .parquet file, but {path.absolute()} is a folder; list its files in "
+            "data.train_files or data.val_files"
+        )
     if not path.is_file():
         raise DataError(f"data file {path.absolute()} does not exist; check data.train_files and data.val_files")
     if path.suffix == ".parquet":
         try:
             for batch in DataProto.iter_parquet(path, as_objects=True):
-                yield from (item.non_tensor_batch for item in batch)
+                for item in batch:
+                    yield {name: _without_null_fields(value) for name, value in item.non_tensor_batch.items()}
         except ValueError as error:
             raise DataError(str(error)) from error
         return
@@ -192,12 +200,64 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}, row {number}: expected JSON in UTF-8: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, row {number}: expected a JSON object, got {str(row)[:60]}")
+                row = _parse_row(line)
+            except ValueError as error:
+                raise DataError(f"{path}, row {number}: {error}") from error
             yield row
+
+
+def _without_null_fields(value: Any) -> Any:
+    """Return a value of a parquet file without the null fields of its structs."""
+    if isinstance(value, dict):
+        return {name: _without_null_fields(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [_without_null_fields(item) for item in value]
+    return value
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line of a `.jsonl` file.
+
+    Raises:
+        ValueError: the line is no JSON object in UTF-8, or has values that cannot be read or tokenized.
+    """
+    if b"\0" in line:  # JSON writes them as \u0000
+        raise ValueError(
+            "expected JSON in UTF-8, got null bytes, which text in UTF-16 or UTF-32 has; convert the file to UTF-8"
+        )
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_int=_parse_integer)
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object, got {repr(row)[:60]}")
+        if b"\\ud" in line.lower():  # an escaped half of a surrogate pair
+            _check_surrogates(row)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected JSON in UTF-8: {error}") from error
+    except RecursionError as error:
+        raise ValueError("lists and objects are nested too deeply; flatten them, or store them as JSON text") from error
+    return row
+
+
+def _parse_integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:
+        limit = sys.get_int_max_str_digits()
+        raise ValueError(
+            f"expected integers of at most {limit} digits, got one of {len(digits.lstrip('-'))}; write it as a string"
+        ) from error
+
+
+def _check_surrogates(row: dict[str, Any]) -> None:
+    """Raise ValueError if a text contains half of a surrogate pair without the other."""
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"column {name!r} has half of a surrogate pair, {error.object[error.start]!r}, which UTF-8 cannot "
+                "represent; correct the text, or remove the row"
+            ) from error
 
 
 def encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -27,6 +27,11 @@ def single_turn(reward: RewardFn, *, reward_timeout_s: float = math.inf) -> Epis
 
 
 async def generate_reply(problem: Problem, session: Session) -> Reply:
-    """Generate a reply to the prompt of a problem: a text as it is, messages in the chat template."""
+    """Generate a reply to the prompt of a problem: a text as it is, messages and tools in the chat template.
+
+    The model's calls of the tools are not executed; they remain in the text of the reply.
+    """
     prompt = problem.prompt
-    return await (session.generate(text=prompt) if isinstance(prompt, str) else session.generate(prompt))
+    if isinstance(prompt, str):
+        return await session.generate(text=prompt)
+    return await session.generate(prompt, tools=problem.tools)
