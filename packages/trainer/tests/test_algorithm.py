@@ -138,6 +138,105 @@ def test_options_of_the_user_have_the_types_of_their_own_annotations(config_file
         algorithm("adv_estimator=gae", "gamma=4.0")
 
 
+_TYPE_CHECKED = """
+from __future__ import annotations
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+from pydantic import Field
+from tidemill_algorithms.advantages import gae, reads
+from tidemill_algorithms.losses import vanilla
+if TYPE_CHECKING:
+    from tidemill_dataproto import DataProto
+
+def double(batch: DataProto, *, scale: Annotated[float, Field(le=5)] = 2.0) -> dict:
+    return {"advantages": batch["response_mask"] * scale}
+
+class Scaled:
+    __slots__ = ()
+
+    @reads("values")
+    def __call__(self, batch: DataProto, *, scale: Annotated[float, Field(le=5)] = 2.0) -> dict:
+        return double(batch, scale=scale)
+
+scaled, triple = Scaled(), partial(double, scale=3.0)
+method = scaled.__call__
+with_lam, with_clip = partial(gae, lam=0.9), partial(vanilla, clip_ratio_low=0.1)
+
+def unknown(batch, *, like: DataProto | None = None): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """`own(code)`: path of a file with code of the user."""
+
+    def write(code):
+        (tmp_path / "mine.py").write_text(code)
+        return tmp_path / "mine.py"
+
+    return write
+
+
+@pytest.mark.parametrize(("name", "default"), [("double", 2.0), ("scaled", 2.0), ("method", 2.0), ("triple", 3.0)])
+def test_own_function_partial_or_object_may_have_annotations_for_type_checkers(algorithm, own, batch, name, default):
+    estimator = f"adv_estimator={own(_TYPE_CHECKED)}:{name}"
+    for scale, overrides in ((default, []), (4.0, ["scale=4.0"])):
+        advantages = algorithm(estimator, *overrides).add_advantages(batch)["advantages"]
+        assert ragged.values(advantages).tolist() == [scale] * 6
+    with pytest.raises(ConfigError, match=r"algorithm\.scale must be <= 5, got 6"):
+        algorithm(estimator, "scale=6.0")
+
+
+def test_partials_and_objects_have_the_columns_and_ranges_of_their_functions(algorithm, own):
+    file = own(_TYPE_CHECKED)
+    assert algorithm(f"adv_estimator={file}:scaled").columns == ("values",)
+    assert algorithm(f"adv_estimator={file}:with_lam", "gamma=0.5").columns == algorithm("adv_estimator=gae").columns
+    assert algorithm(f"adv_estimator={file}:with_lam", "kl_coef=0.1").estimate.func.__wrapped__.keywords == {"lam": 0.9}
+    assert algorithm(f"policy_loss={file}:with_clip", "clip_ratio_c=4.0").loss.options == {"clip_ratio_c": 4.0}
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma must be <= 1, got 4"):
+        algorithm(f"adv_estimator={file}:with_lam", "gamma=4.0")
+
+
+def test_option_whose_annotation_cannot_be_evaluated_is_refused(algorithm, own):
+    message = r"adv_estimator: .*mine\.py:unknown: the annotation of an option, .* NameError: name 'DataProto'"
+    with pytest.raises(ConfigError, match=message):
+        algorithm(f"adv_estimator={own(_TYPE_CHECKED)}:unknown")
+
+
+_OTHER_PARAMETERS = """
+def extra(batch, foo): ...
+def nothing(): ...
+def needs(batch, *, need: float, rate: float): ...
+def taken(log_probs, batch, *, entropy_coeff: float = 0.0): ...
+def optional(batch, foo=None): ...
+class Kind:
+    def __init__(self, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("adv_estimator", "extra", r": .*mine\.py:extra must accept the arguments \(batch\), .* \(batch, foo\)$"),
+        ("policy_loss", "needs", r": .*mine\.py:needs must accept the arguments \(log_probs, batch\), .*need: float"),
+        ("policy_loss", "nothing", r": .*:nothing must accept the arguments \(log_probs, batch\), .* \(\)$"),
+        ("adv_estimator", "Kind", r": .*:Kind is a class, expected a function of \(batch\); give an instance"),
+        ("policy_loss", "taken", r": .*:taken has the option entropy_coeff, .* not passed to the function; rename it"),
+    ],
+)
+def test_own_function_with_other_parameters_is_refused(algorithm, own, key, name, message):
+    with pytest.raises(ConfigError, match=rf"config key algorithm\.{key}{message}"):
+        algorithm(f"{key}={own(_OTHER_PARAMETERS)}:{name}", "entropy_coeff=0.1")
+
+
+def test_option_without_default_is_required(algorithm, own):
+    estimator = f"adv_estimator={own(_OTHER_PARAMETERS)}:needs"
+    with pytest.raises(ConfigError, match=r'algorithm\.need is required by adv_estimator=".*mine\.py:needs"; set it'):
+        algorithm(estimator, "rate=1.0")
+    assert algorithm(estimator, "rate=1.0", "need=2.0").estimate.keywords == {"rate": 1.0, "need": 2.0}
+    algorithm(f"adv_estimator={own(_OTHER_PARAMETERS)}:optional")
+
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "packages/algorithms/examples"
 

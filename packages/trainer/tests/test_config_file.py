@@ -1,3 +1,6 @@
+import re
+import shlex
+
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.cli import DEMO_CONFIG
@@ -30,6 +33,14 @@ def test_saved_config_loads_as_equal_config(tmp_path):
     config = load_config(DEMO_CONFIG, ["optimizer.clip_grad=inf", "rollout.engine_args.log_level=error"])
     save_config(config, tmp_path / "resolved.toml")
     assert load_config(tmp_path / "resolved.toml") == config
+
+
+def test_saved_config_has_param_groups_without_weight_decay(config_file, tmp_path):
+    config = load_config(config_file, ['optimizer.param_groups=[{pattern="*embed*",lr_ratio=0.1}]'])
+    save_config(config, tmp_path / "resolved.toml")
+    loaded = load_config(tmp_path / "resolved.toml")
+    assert loaded == config
+    assert loaded.optimizer.param_groups[0].weight_decay is None
 
 
 def test_missing_key_missing_file_and_invalid_toml_are_rejected(tmp_path, monkeypatch):
@@ -103,6 +114,21 @@ def test_text_instead_of_an_array_is_rejected_with_the_array():
     message = r'data\.train_files must be a valid array, got .a\.jsonl.; write \["a\.jsonl"\]$'
     with pytest.raises(ConfigError, match=message):
         parse_config(Config, {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}})
+
+
+@pytest.mark.parametrize(
+    ("override", "proposed"),
+    [
+        ("data.train_files=[train.jsonl]", "'data.train_files=[\"train.jsonl\"]'"),
+        ("data.train_files=['a.jsonl', b.jsonl]", '\'data.train_files=["a.jsonl", "b.jsonl"]\''),
+        ("trainer.logger=[tensorboard]", "'trainer.logger=[\"tensorboard\"]'"),
+        ("optimizer.betas=0.9,0.99", "'optimizer.betas=[0.9, 0.99]'"),
+    ],
+)
+def test_array_whose_quotes_the_shell_removed_is_rejected_with_the_argument_to_write(config_file, override, proposed):
+    with pytest.raises(ConfigError, match=f"must be a valid array, got .*; write {re.escape(proposed)} on the command"):
+        load_config(config_file, [override])
+    load_config(config_file, shlex.split(proposed))
 
 
 @pytest.mark.parametrize(

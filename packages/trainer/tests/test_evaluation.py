@@ -11,13 +11,14 @@ from tidemill_trainer.algorithm_config import RewardModelConfig
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG, main
 from tidemill_trainer.config import RewardConfig
-from tidemill_trainer.config_file import ConfigError, load_config, save_config
+from tidemill_trainer.config_file import ConfigError, load_config, read_config, save_config
 from tidemill_trainer.episodes import EpisodeError
 from tidemill_trainer.evaluate import evaluation_config, write_results
 from tidemill_trainer.evaluation import estimate, evaluate_summaries, pass_at_k
 from tidemill_trainer.inputs import load_inputs
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.sft.config import SFTConfig
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (6, 0), (6, 2), (6, 6)])
@@ -112,6 +113,18 @@ def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(as
         evaluation_config(tmp_path, [])
     with pytest.raises(ConfigError, match="runs/nothing does not exist; give the folder of a run or a config file"):
         evaluation_config(tmp_path / "runs/nothing", [])
+
+
+def test_run_of_sft_is_refused_with_the_command_that_evaluates_it(tmp_path):
+    run = tmp_path / "runs" / "S1"
+    run.mkdir(parents=True)
+    (tmp_path / "sft.toml").write_text('[model]\npath = "m"\n[data]\ntrain_files = ["a.jsonl"]\n')
+    save_config(read_config(SFTConfig, tmp_path / "sft.toml"), run / "config.toml")
+    checkpoint = Checkpoints(run / "checkpoints", 1).save(7, lambda folder: None)
+    command = re.escape(f"tidemill eval CONFIG model.path={checkpoint}/huggingface")
+    for target in (run, Path(checkpoint)):
+        with pytest.raises(ConfigError, match=f"runs/S1 is a run of `tidemill sft`, .*: {command}$"):
+            evaluation_config(target, ["rollout.temperature=0.5"])
 
 
 @pytest.mark.parametrize("accuracies", [{"sums": None, "words": None}, {"sums": None, "words": 1.0}])

@@ -1,5 +1,6 @@
 """The algorithm of a run, composed of functions of tidemill-algorithms or of the user."""
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Registry
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig
-from tidemill_trainer.algorithm_options import CORRECTION, FUNCTIONS, options_of, users_of
+from tidemill_trainer.algorithm_options import CORRECTION, FUNCTIONS, as_function, options_of, users_of
 from tidemill_trainer.config import Config
 from tidemill_trainer.config_file import ConfigError, describe
+from tidemill_trainer.config_keys import names_of
+
+_ARGUMENTS = {"adv_estimator": ("batch",), "policy_loss": ("log_probs", "batch")}
+"""The positional arguments of the functions, by the config key that selects one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +58,8 @@ class Algorithm:
         """Load the functions of a run's configuration.
 
         Raises:
-            ConfigError: an unknown function, or an option that none of the chosen functions has.
+            ConfigError: an unknown function, an option that none of the chosen functions has, or a function of the user
+                with other parameters.
         """
         config = run.algorithm
         estimator, policy_loss = (_load(key, getattr(config, key)) for key in FUNCTIONS)
@@ -161,9 +167,47 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     for known, function in FUNCTIONS[key].items():
         registry.register(known)(function)
     try:
-        return registry.load(name)
+        function = registry.load(name)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"config key algorithm.{key}: {error}") from error
+    if name in FUNCTIONS[key]:
+        return function
+    _check_parameters(key, name, function)
+    return as_function(function)
+
+
+def _check_parameters(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Check a function of the user before any process starts, which would call it.
+
+    Raises:
+        ConfigError: it does not accept the arguments, or its options are invalid; the message names key and function.
+    """
+    where, arguments = f"config key algorithm.{key}: {name}", ", ".join(_ARGUMENTS[key])
+    if inspect.isclass(function):
+        raise ConfigError(f"{where} is a class, expected a function of ({arguments}); give an instance of it")
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(f"{where} has no signature; call it in a Python function of ({arguments})") from error
+    try:
+        options = options_of(function)
+    except Exception as error:  # an annotation is code of the user
+        raise ConfigError(
+            f"{where}: the annotation of an option, a parameter after *, cannot be evaluated: {type(error).__name__}: "
+            f"{error}; import its names also outside of `if TYPE_CHECKING`"
+        ) from error
+    try:
+        signature.bind(*_ARGUMENTS[key], **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} must accept the arguments ({arguments}), and its options after *, got the parameters {signature}"
+        ) from error
+    taken = sorted(options.keys() & {*names_of(AlgorithmConfig)})
+    if taken:
+        raise ConfigError(
+            f"{where} has the option {taken[0]}, but algorithm.{taken[0]} is a key of the trainer, whose value is not "
+            "passed to the function; rename it"
+        )
 
 
 def _options(config: AlgorithmConfig, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -176,6 +220,15 @@ def _options(config: AlgorithmConfig, functions: Sequence[Callable[..., Any]]) -
             raise ConfigError(_unused(name, config))
         for number in owners:
             given[number][name] = _checked(name, value, types[number][name])
+    for key, function, options in zip(FUNCTIONS, functions, given, strict=False):  # the correction requires none
+        parameters = inspect.signature(function).parameters.values()
+        required = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+        missing = [f"algorithm.{name}" for name in required if name not in options]
+        if missing:
+            raise ConfigError(
+                f'config key {" and ".join(missing)} is required by {key}="{getattr(config, key)}"; set it in the file '
+                "or on the command line"
+            )
     return given
 
 

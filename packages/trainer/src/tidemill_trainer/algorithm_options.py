@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
+from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field
@@ -28,12 +30,48 @@ CORRECTION: Callable[..., Any] = rollout_correction
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function's options by name, with the ranges of those of tidemill-algorithms."""
-    types = get_type_hints(function, include_extras=True)
-    if function.__module__.startswith("tidemill_algorithms."):
-        types |= _RANGES
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: types.get(each.name, Any) for each in parameters if each.kind is each.KEYWORD_ONLY}
+    """Return the types of a function's options by name, with the ranges of those of tidemill-algorithms.
+
+    Other annotations are not evaluated: they may have names that only type checkers import.
+
+    Raises:
+        ValueError: the function has no signature, such as one of an extension module.
+        Exception: what the annotation of an option raises, such as a NameError.
+    """
+    annotations = {
+        each.name: Any if each.annotation is each.empty else each.annotation
+        for each in inspect.signature(function).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    code = _code_of(function)
+    names = code.__globals__ if inspect.isfunction(code) else {}
+    types = get_type_hints(SimpleNamespace(__annotations__=annotations), names, include_extras=True)
+    if str(names.get("__name__")).startswith("tidemill_algorithms."):
+        types |= {name: _RANGES[name] for name in types.keys() & _RANGES.keys()}
+    return types
+
+
+def as_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the signature and the columns (`reads`) of a `functools.partial` or a callable object."""
+    if inspect.isroutine(function):
+        return function
+
+    def call(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    for source in (_code_of(function), function):  # `reads` may have declared the columns of either
+        update_wrapper(call, source)
+    return call
+
+
+def _code_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that runs for a wrapper, a bound method, a `functools.partial` or a callable object."""
+    function = inspect.unwrap(function)
+    while isinstance(function, partial):
+        function = inspect.unwrap(function.func)
+    if inspect.ismethod(function):
+        return function.__func__
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def option_names() -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tidemill_trainer.config_keys import BACKENDS, SHORT, advice, names_of, sect
 from tidemill_trainer.doctor.facts import read_gpus
 from tidemill_trainer.gpu_defaults import gpu_defaults
 from tidemill_trainer.run_config import RunConfig
+from tidemill_trainer.sft.config import SFTConfig
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 _DEFAULT_BACKEND = "fsdp2"
@@ -173,6 +175,20 @@ def save_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
 
 
+def is_sft_config(path: Path) -> bool:
+    """Return whether a file is a configuration of `tidemill sft` that `tidemill train` does not accept."""
+    data = _read(path)
+    return not _is_valid(Config, data) and _is_valid(SFTConfig, data)
+
+
+def _is_valid(kind: type[RunConfig], data: dict[str, Any]) -> bool:
+    try:
+        parse_config(kind, data)
+    except ConfigError:
+        return False
+    return True
+
+
 def is_config_file(argument: str) -> bool:
     """Return whether an argument of a command is the path of a TOML file instead of "section.key=value"."""
     return argument.endswith(".toml") and "=" not in argument
@@ -203,10 +219,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"expected an argument of the form section.key=value, got {override!r}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+    value = _toml_value(text)
     table = data
     for name in names[:-1]:
         table = table.setdefault(name, {})
@@ -274,11 +287,30 @@ def describe(where: str, problem: Any) -> str:
         return f"config key {where}: {message}"
     for words, symbol in _SYMBOLS.items():
         message = message.replace(words, symbol)
-    hint = f"; write [{json.dumps(problem['input'])}]" if problem["type"] == "tuple_type" else ""
+    hint = f"; write {_array_hint(where, problem['input'])}" if problem["type"] == "tuple_type" else ""
     return f"config key {where} {message}, got {problem['input']!r}{hint}"
+
+
+def _array_hint(where: str, value: Any) -> str:
+    """Return what to write instead of a value that is not an array, such as "[a.jsonl]" without its inner quotes."""
+    if not isinstance(value, str) or not ({"[", "]", ","} & set(value)):
+        return f"[{json.dumps(value)}]"
+    texts = [text.strip() for text in value.strip().removeprefix("[").removesuffix("]").split(",")]
+    items = ", ".join(json.dumps(_toml_value(text), default=str) for text in texts if text)
+    return f"{shlex.quote(f'{where}=[{items}]')} on the command line; the outer quotes protect the inner ones"
+
+
+def _toml_value(text: str) -> Any:
+    """Return the value of a text in TOML, or else the text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_none(item) for item in value)
     return value

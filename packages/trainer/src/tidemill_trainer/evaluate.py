@@ -14,7 +14,7 @@ from tidemill_engines.location import download, is_url, sizes, split
 from tidemill_trainer.algorithm_config import RewardModelConfig
 from tidemill_trainer.checkpoints import HF_FOLDER, CheckpointError, Checkpoints, is_complete
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.config_file import ConfigError, is_sft_config, load_config
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.progress import Progress
 from tidemill_trainer.rewards import has_own_reward
@@ -56,6 +56,11 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
             )
         if is_url(model):
             model = _downloaded(model, run.path / "downloads" / split(checkpoint)[1])
+        if is_sft_config(run.config):
+            raise ConfigError(
+                f"{run.path} is a run of `tidemill sft`, whose configuration has no episodes; evaluate its checkpoint "
+                f"with a configuration of `tidemill train`: tidemill eval CONFIG model.path={model}"
+            )
         config = load_config(run.config, [f"model.path={model}", *overrides])
         stem = f"eval-{run.path.name}-{split(checkpoint)[1]}"
     else:

@@ -11,11 +11,12 @@ from tidemill_rollout.fork import Fork
 from tidemill_trainer.batch_record import BatchRecord, RecordedStep
 from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cli import DEMO_CONFIG, main
-from tidemill_trainer.config_file import ConfigError, load_config, save_config
+from tidemill_trainer.config_file import ConfigError, load_config, read_config, save_config
 from tidemill_trainer.replay.plan import replay_plan
 from tidemill_trainer.rollout.episode_file import load_episodes, save_episodes
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.run_dir import RunDir
+from tidemill_trainer.sft.config import SFTConfig
 
 
 @pytest.fixture
@@ -129,6 +130,14 @@ def test_run_without_record_and_other_folders_are_refused(run, tmp_path, monkeyp
     with pytest.raises(SystemExit):
         main(["replay", str(run.path), "--steps", "5:3"])
     assert "expected two steps such as 3:8, got '5:3'" in capfd.readouterr().err
+
+
+def test_run_of_sft_is_refused_with_the_command_that_evaluates_it(run, tmp_path):
+    (tmp_path / "sft.toml").write_text('[model]\npath = "m"\n[data]\ntrain_files = ["a.jsonl"]\n')
+    save_config(read_config(SFTConfig, tmp_path / "sft.toml"), run.config)
+    command = rf"tidemill eval CONFIG model\.path={re.escape(run.checkpoints)}/step_\.\.\./huggingface"
+    with pytest.raises(ConfigError, match=f"run is a run of `tidemill sft`, .*: {command}$"):
+        replay_plan(run.path, None, [])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidemill_trainer.batch_record import BatchRecord, RecordedStep
-from tidemill_trainer.checkpoints import Checkpoints
+from tidemill_trainer.checkpoints import HF_FOLDER, Checkpoints
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, load_config
+from tidemill_trainer.config_file import ConfigError, is_sft_config, load_config
 from tidemill_trainer.run_dir import RunDir, check_same
 
 
@@ -52,6 +52,12 @@ def replay_plan(
     run = RunDir(target)
     if not run.config.is_file():
         raise ConfigError(f"expected the folder of a run, got {target}; it is runs/NAME")
+    if is_sft_config(run.config):
+        raise ConfigError(
+            f"{target} is a run of `tidemill sft`, which has no steps to replay; evaluate its checkpoint with a "
+            "configuration of `tidemill train`: "
+            f"tidemill eval CONFIG model.path={run.checkpoints}/step_.../{HF_FOLDER}"
+        )
     config = load_config(run.config, overrides)
     check_same(config, load_config(run.config), run, "replay")
     if has_generation:
