@@ -64,8 +64,8 @@ class BaseTrainerConfig:
         logger: where metrics go in addition to the terminal and `metrics.jsonl`: "tensorboard", "wandb", "mlflow". Each
             one requires the extra of its name, such as `tidemill-trainer[wandb]`.
         test_freq: validate every `test_freq` steps; 0 validates only after the last step.
-        save_freq: save a checkpoint every `save_freq` steps, after the warm-up and after the last step; 0 saves only
-            the last two, so an interrupted run loses all its steps; -1 saves nothing.
+        save_freq: save a checkpoint after the warm-up, every `save_freq` steps, and after the last step; 0 saves none
+            between warm-up and last step, so an interrupted run loses all its steps; -1 saves nothing.
         async_save: copy what a checkpoint contains to the memory of the hosts, if it has room, and write it while the
             run continues. The checkpoint counts once it is complete; the next one and the end of the run wait for it.
         max_ckpt_to_keep: number of checkpoints to keep; older ones are removed.
