@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
+from tidemill_testing.ports import free_ports
 from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.control.board import here, process_state
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
@@ -22,10 +22,15 @@ from toy_engines import ToyEngine, holds, tensors
 TIMEOUT_S = 1.0
 
 
+def _process_ids() -> list[int]:
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
 def _stopped(victim: int) -> tuple[str, bool]:
     rank = dist.get_rank()
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    pids = _process_ids()
     engines = [ToyEngine(2)] if rank == 0 else []
     first = WeightUpdater(engines, bucket_bytes=100)  # plans are recorded without the short timeout
     first.update(tensors(0).items(), 0)
@@ -69,8 +74,7 @@ def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
 
 def _stopped_early(victim: int, where: str) -> str:
     rank = dist.get_rank()
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    pids = _process_ids()
     group = dist.new_group(timeout=timedelta(seconds=2))
     engines = [ToyEngine(2)] if rank == 0 else []
     updater = WeightUpdater(engines, process_group=group)
@@ -129,8 +133,7 @@ def test_late_rank_is_named_and_the_exchange_fails_on_all_ranks():
 
 def _stopped_in_exchange() -> str:
     rank = dist.get_rank()
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    pids = _process_ids()
     ranks = Ranks(None)
     message = ""
     if rank == 0:  # rank 1 would pass its numbers to rank 2
@@ -152,8 +155,7 @@ def test_rank_that_stops_in_an_exchange_is_named():
 
 def _stopped_with_store(port: int) -> str:
     rank = dist.get_rank()
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    pids = _process_ids()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ranks = Ranks(None)
@@ -172,18 +174,14 @@ def _stopped_with_store(port: int) -> str:
 
 
 def test_store_in_a_stopped_rank_does_not_prevent_the_error():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    message = run_ranks(_stopped_with_store, 2, port)[1]
+    message = run_ranks(_stopped_with_store, 2, *free_ports(1))[1]
     assert "which one is unknown: the store of torch.distributed, usually in global rank 0, does not respond" in message
 
 
 def _store_elsewhere(port: int) -> None:
     """Ranks 1 and 2 exchange, while a thread of rank 1 waits for a key, and after rank 0 with the store has exited."""
     rank = dist.get_rank()
-    pids: list[int] = [0] * 3
-    dist.all_gather_object(pids, os.getpid())
+    pids = _process_ids()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     group = dist.new_group([1, 2])
@@ -213,10 +211,7 @@ def suppressed(action: Callable, *args: object) -> None:
 
 
 def test_outcome_does_not_depend_on_the_store():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(_store_elsewhere, 3, port)
+    run_ranks(_store_elsewhere, 3, *free_ports(1))
 
 
 def _collection_and_function() -> bool:
