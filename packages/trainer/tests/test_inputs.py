@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from tidemill_trainer.cli import DEMO_CONFIG
@@ -61,6 +62,22 @@ def test_files_given_twice_are_warned_about(assets, progress, terminal, tmp_path
     shown = " ".join(terminal.getvalue().split())
     assert "data.train_files has a file more than once" in shown
     assert "the validation has problems of the training" in shown
+
+
+@pytest.mark.parametrize(
+    ("episode", "reward", "warns"),
+    [("{}:episode", "exact_match", True), ("{}:episode", None, False), ("single_turn", "exact_match", False)],
+)
+@pytest.mark.parametrize("has_training", [True, False])
+def test_reward_function_beside_an_own_episode_is_warned_about(
+    assets, progress, terminal, tmp_path, episode, reward, warns, has_training
+):
+    (tmp_path / "env.py").write_text("async def episode(problem, session): return 1.0\n")
+    config = load_config(DEMO_CONFIG, [*assets, f"episode.function={episode.format(tmp_path / 'env.py')}"])
+    config = replace(config, reward=replace(config.reward, function=reward))
+    load_inputs(config, progress, has_training=has_training)
+    shown = " ".join(terminal.getvalue().split())
+    assert shown.count("is ignored: episode.function=") == warns
 
 
 def test_suspicious_sizes_are_warned_about(assets, progress, terminal, tmp_path):

@@ -12,7 +12,7 @@ from tidemill_trainer.doctor.machine import check_machine
 from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.preflight import check_model
 from tidemill_trainer.progress import Progress
-from tidemill_trainer.rewards import needs_ground_truth
+from tidemill_trainer.rewards import has_own_episode, needs_ground_truth
 from tidemill_trainer.role_checks import check_roles
 from tidemill_trainer.tokenizer import load_tokenizer
 
@@ -45,6 +45,11 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
     check_machine(config, progress)
     check_model(config)
     create_episode(config)  # raises here if it cannot be loaded; the episode workers load it again
+    if config.reward.function is not None and has_own_episode(config):  # "endpoint" is refused there
+        progress.warn(
+            f'reward.function="{config.reward.function}" is ignored: episode.function="{config.episode.function}" '
+            "returns the reward itself; remove reward.function"
+        )
     tokenizer = load_tokenizer(config.model)
     check_roles(config, tokenizer)
 
