@@ -1,7 +1,12 @@
 """The charts of a report."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from tidemill_trainer.report.chart import Points, line_chart
 
@@ -30,6 +35,8 @@ _IF_ANY = (  # title, and metrics by label; shown if a number is above 0
         {name: f"episode/status/{name}" for name in ("truncated", "model_error", "environment_error")},
     ),
 )
+_IN_TABLES = ("num_turns", "seconds")  # means of every episode, not returned by it
+_MAX_LINES = 8  # lines of a chart that have different colors
 
 
 def charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> list[str]:
@@ -69,6 +76,47 @@ def charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> 
         loss = _points(warmup, "sft/loss", lambda row: row["sft/step"])
         shown.append(line_chart("Warm-up: SFT loss", {"loss": loss}))
     return shown
+
+
+def own_charts(metrics: Sequence[Mapping[str, Any]], links: Mapping[float, str]) -> list[str]:
+    """Return a chart for each metric that the episodes or the reward function of a run returned.
+
+    It has a line for each data source; with more than eight of them, one line with their mean.
+
+    Args:
+        metrics: lines of `metrics.jsonl`.
+        links: addresses of steps, for clicks in the charts.
+    """
+    shown = []
+    for title, names in sorted(_own_metrics(metrics).items()):
+        lines = {source: _points(metrics, name) for source, name in sorted(names.items())}
+        if len(lines) > _MAX_LINES:
+            title += f" (mean of {len(lines)} data sources)"
+            lines = {"mean": _mean(lines.values())}
+        shown.append(line_chart(title, lines, links=links))
+    return shown
+
+
+def _own_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the names in `metrics.jsonl` of what episodes returned, by their own name and data source."""
+    names = sorted({name for row in metrics for name in row})
+    sources = [match[1] for name in names if (match := re.fullmatch("episode/(.*)/status/ok", name))]
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        # Data sources may contain slashes, and one may begin with another.
+        source = max((each for each in sources if name.startswith(f"episode/{each}/")), key=len, default=None)
+        if source is not None and name.endswith("/mean"):
+            own = name.removeprefix(f"episode/{source}/").removesuffix("/mean")
+            if own not in _IN_TABLES:
+                found[own][source] = name
+    return found
+
+
+def _mean(lines: Iterable[Points]) -> Points:
+    values: dict[float, list[float]] = defaultdict(list)
+    for x, y in chain.from_iterable(lines):
+        values[x].append(y)
+    return [(x, float(np.mean(values[x]))) for x in sorted(values)]
 
 
 def is_sft(metrics: Sequence[Mapping[str, Any]]) -> bool:

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from tidemill_trainer import report
-from tidemill_trainer.report.charts import charts, is_sft
+from tidemill_trainer.report.charts import charts, is_sft, own_charts
 from tidemill_trainer.report.episode import Episode, Outcome, choose
 from tidemill_trainer.report.episodes import episodes_html, step_anchor
 from tidemill_trainer.report.tables import forks_html, ledger_table, outcome_tables
@@ -26,6 +26,10 @@ _PAGE = """<!doctype html>
 </body></html>
 """
 _CLICK = '<p class="sub">A click in a chart goes to the saved episodes of the nearest marked step.</p>'
+_OWN = """<h2>Metrics of episodes and reward functions</h2>
+<p class="sub">Mean of the episodes of a step that returned the metric, for each data source.</p>
+<div class="charts">{charts}</div>
+"""
 
 
 def write_report(run: RunDir) -> None:
@@ -48,15 +52,17 @@ def write_report(run: RunDir) -> None:
 
 
 def _episodes(run: RunDir, metrics: Sequence[Mapping[str, Any]], about: str) -> tuple[dict[float, str], str]:
-    """Return the addresses of steps, and the HTML of tables and episodes."""
+    """Return the addresses of steps, and the HTML of own metrics, tables and episodes."""
     # Episodes with all their tokens may not fit into memory, so the file is read twice.
     outcomes = [Outcome.of(line) for line in run.iter_rollouts()]
     chosen = choose(outcomes)
     episodes = [Episode.of(line) for index, line in enumerate(run.iter_rollouts()) if index in chosen]
     links = {float(episode.outcome.step): f"#{step_anchor(episode.outcome.step)}" for episode in episodes}
+    own = own_charts(metrics, links)
+    own_html = _OWN.format(charts="".join(own)) if own else ""
     tables = outcome_tables(outcomes, metrics) + ledger_table(metrics) + forks_html(run.read_forks(), metrics)
     shown = episodes_html(episodes, len(outcomes), {row["step"]: row for row in metrics})
-    return links, f"{_CLICK}\n{tables}<h2>Episodes</h2>{about}{shown}"
+    return links, f"{own_html}{_CLICK}\n{tables}<h2>Episodes</h2>{about}{shown}"
 
 
 def _summary(metrics: Sequence[Mapping[str, Any]]) -> str:
