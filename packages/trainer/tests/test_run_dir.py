@@ -14,9 +14,10 @@ import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_trainer.checkpoints import Checkpoints
-from tidemill_trainer.cli import DEMO_CONFIG
-from tidemill_trainer.config_file import ConfigError, load_config, with_absolute_paths
+from tidemill_trainer.cli import DEMO_CONFIG, DEMO_CONFIGS
+from tidemill_trainer.config_file import ConfigError, load_config, read_config, with_absolute_paths
 from tidemill_trainer.run_dir import RunDir, open_run
+from tidemill_trainer.sft.config import SFTConfig
 
 
 def _config(tmp_path, *overrides):
@@ -97,6 +98,21 @@ def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     allowed = ["trainer.total_steps=999", "actor.timeout_s=7", "episode.max_retries=0", "critic.num_workers=2"]
     run = _open(_config(tmp_path, "trainer.name=a", *allowed), "x", resume=True)
     assert load_config(run.config).trainer.total_steps == 999
+
+
+def test_resume_allows_more_epochs_and_rejects_fewer(tmp_path):
+    def config(total_epochs):
+        overrides = [f"trainer.run_dir={tmp_path}", "trainer.name=a", f"trainer.total_epochs={total_epochs}"]
+        return read_config(SFTConfig, DEMO_CONFIGS["sft"], overrides)
+
+    run = _open(config(3), "x", resume=False)
+    _begin(run)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.total_epochs \(there 3, now 2; it may only be raised\); use those"
+    ):
+        _open(config(2), "x", resume=True)
+    _open(config(5), "x", resume=True)
+    assert read_config(SFTConfig, run.config).trainer.total_epochs == 5
 
 
 @pytest.mark.parametrize("folder", ["/proc/runs", __file__])

@@ -302,6 +302,9 @@ _MAY_CHANGE = frozenset(
     }
 )
 
+# Keys that may only be raised, which makes a run longer.
+_MAY_RISE = frozenset({"trainer.total_epochs"})
+
 
 def check_same(new: RunConfig, old: RunConfig, run: RunDir, what: str) -> None:
     """Reject a configuration that changes the experiment of a run.
@@ -315,19 +318,24 @@ def check_same(new: RunConfig, old: RunConfig, run: RunDir, what: str) -> None:
         ConfigError: they differ in keys that may not change; the message names them.
     """
     before, after = config_to_dict(old), config_to_dict(new)
-    changed = [
-        f"{section}.{key} (there {before.get(section, {}).get(key)!r}, now {after.get(section, {}).get(key)!r})"
-        for section in sorted(before.keys() | after.keys())
-        for key in sorted(before.get(section, {}).keys() | after.get(section, {}).keys())
-        if before.get(section, {}).get(key) != after.get(section, {}).get(key)
-        and key != "timeout_s"
-        and f"{section}.{key}" not in _MAY_CHANGE
-    ]
+    changed = []
+    for section in sorted(before.keys() | after.keys()):
+        values, others = before.get(section, {}), after.get(section, {})
+        for key in sorted(values.keys() | others.keys()):
+            there, now = values.get(key), others.get(key)
+            if there != now and not _may_change(f"{section}.{key}", there, now):
+                limit = "; it may only be raised" if f"{section}.{key}" in _MAY_RISE else ""
+                changed.append(f"{section}.{key} (there {there!r}, now {now!r}{limit})")
     if changed:
         choice = ", or choose another trainer.name" if what == "resume" else ""
         raise ConfigError(
             f"cannot {what} {run.path} with other values of {', '.join(changed)}; use those of {run.config}{choice}"
         )
+
+
+def _may_change(name: str, there: Any, now: Any) -> bool:
+    """Return whether a resumed run may have the value `now` of a key instead of `there`."""
+    return name.endswith(".timeout_s") or name in _MAY_CHANGE or (name in _MAY_RISE and now > there)
 
 
 def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:

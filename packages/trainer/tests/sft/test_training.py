@@ -100,6 +100,35 @@ def test_resumed_run_equals_an_uninterrupted_one(train, write, capsys):
     assert metrics[3]["val/loss"] == pytest.approx(-of_rows.mean().item(), rel=1e-5)
 
 
+def test_run_with_more_epochs_on_resume_equals_one_that_had_them_before(train, write, capsys):
+    settings = [
+        *data(write, PREFERENCES, PREFERENCES),
+        "dpo.beta=0.3",
+        "data.train_batch_size=3",
+        "trainer.test_freq=1",
+    ]
+    short, whole = (train(name, *settings, f"trainer.total_epochs={n}") for name, n in (("short", 1), ("whole", 2)))
+    assert [len(metrics_of(folder)) for folder in (short, whole)] == [2, 3]
+    train("short", *settings, "trainer.total_epochs=2", resume=True)
+    shown = capsys.readouterr().out
+    assert "continuing after step 1" in shown
+    assert "left out" not in shown
+    assert metrics_of(short) == metrics_of(whole)
+    weights, expected = (load_file(export(folder, 2) / "model.safetensors") for folder in (short, whole))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_more_epochs_after_a_smaller_last_batch_are_warned_about(train, write, capsys):
+    settings = [*data(write, TRAIN[:5], VAL), "data.train_batch_size=4"]
+    folder = train("run", *settings, "trainer.total_epochs=1")
+    capsys.readouterr()
+    warning = "step 2 had a smaller batch, because the run ended there after epoch 1"
+    for epochs, warns in ((1, False), (2, True)):
+        train("run", *settings, f"trainer.total_epochs={epochs}", resume=True)
+        assert (warning in " ".join(capsys.readouterr().out.split())) is warns
+    assert [row.get("train/epoch") for row in metrics_of(folder)] == [None, 4 / 5, 1.0, 2.0]
+
+
 def test_run_with_checkpoints_at_a_url_resumes(train, write, tmp_path, capsys):
     url = f"file://{tmp_path}/elsewhere"
     settings = [*data(write, TRAIN, VAL), "data.train_batch_size=4", "trainer.total_epochs=1", "trainer.save_freq=1"]

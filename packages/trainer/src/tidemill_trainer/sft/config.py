@@ -34,7 +34,7 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """The run.
 
     Attributes:
-        total_epochs: passes over the training examples.
+        total_epochs: passes over the training examples. `--resume` may raise it.
     """
 
     total_epochs: Count = 1

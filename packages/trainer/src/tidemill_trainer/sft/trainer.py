@@ -95,6 +95,7 @@ class SFTTrainer:
                 self._workers.load_checkpoint(absolute(path))
             self._run.remove_after(step)
             self._progress.info(f"continuing after step {step} from {path}")
+            self._warn_about_smaller_batch(step)
             return step
         self._run.begin(self._progress.warn)
         if self._val is not None:
@@ -103,6 +104,16 @@ class SFTTrainer:
                 metrics = self._validate()
             self._log(0, metrics | timing.metrics())
         return 0
+
+    def _warn_about_smaller_batch(self, step: int) -> None:
+        """Warn if the run ended with `step` before, with a smaller batch than the step has with more epochs."""
+        epochs = {row["step"]: row.get("train/epoch") for row in self._run.read_metrics()}
+        trained = epochs.get(step)
+        if trained is not None and trained < self._batches.epoch(step):
+            self._progress.warn(
+                f"step {step} had a smaller batch, because the run ended there after epoch {trained:g}: the examples "
+                "that would complete it are left out of the next epoch"
+            )
 
     def _train_metrics(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
         own = {f"train/{name}": value for name, value in metrics.items() if not name.startswith("perf/")}
