@@ -172,7 +172,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan = commands.add_parser(
         "plan", help="show the memory and transfers that a configuration requires, without a GPU", allow_abbrev=False
     )
-    plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train`")
+    plan.add_argument("config", type=Path, metavar="CONFIG.toml", help="configuration of `tidemill train` or `sft`")
     plan.add_argument(
         "--device-memory", metavar="SIZE", help="memory of a device, such as 139GiB (default: that of the GPU here)"
     )

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -69,12 +69,7 @@ def read_config(
         ConfigError: the file does not exist or is not TOML, a key is unknown (the message suggests a known one), or a
             value is invalid.
     """
-    data = _read(Path(path))
-    for override in overrides:
-        if is_config_file(override):
-            _merge(data, _read(Path(override)))
-        else:
-            _apply(data, override)
+    data = _merged(path, overrides)
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     given = {f"{name}.{key}" for name, section in data.items() if isinstance(section, dict) for key in section}
     sections = {field.name for field in dataclasses.fields(kind) if isinstance(data.get(field.name, {}), dict)}
@@ -91,6 +86,35 @@ def read_config(
             num_gpus = float(torch.cuda.device_count() * config.trainer.nnodes) if num_gpus is None else num_gpus
             config = with_micro_batches(config, given, num_gpus, device_bytes)
     return config
+
+
+def read_either_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    has_gpu: bool | None = None,
+    num_gpus: float | None = None,
+    device_bytes: float | None = None,
+) -> Config | SFTConfig:
+    """Read the configuration of a run of `tidemill sft`, if it has its keys, or else of reinforcement learning.
+
+    Arguments and errors are those of `read_config`.
+    """
+    kind = SFTConfig if _has_sft_keys(_merged(path, overrides)) else Config
+    return read_config(kind, path, overrides, has_gpu=has_gpu, num_gpus=num_gpus, device_bytes=device_bytes)
+
+
+def _has_sft_keys(data: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has keys of `tidemill sft` alone, and no section of reinforcement learning."""
+    if not data.keys() <= {*names_of(SFTConfig)}:
+        return False
+    own, others = get_type_hints(SFTConfig), get_type_hints(Config)
+    return "dpo" in data or any(
+        key in names_of(own[name]) and key not in names_of(others[name])
+        for name in ("data", "trainer")
+        if isinstance(data.get(name), dict)
+        for key in data[name]
+    )
 
 
 def parse_config(kind: type[ConfigT], data: dict[str, Any]) -> ConfigT:
@@ -177,21 +201,23 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def is_sft_config(path: Path) -> bool:
     """Return whether a file is a configuration of `tidemill sft` that `tidemill train` does not accept."""
-    data = _read(path)
-    return not _is_valid(Config, data) and _is_valid(SFTConfig, data)
-
-
-def _is_valid(kind: type[RunConfig], data: dict[str, Any]) -> bool:
-    try:
-        parse_config(kind, data)
-    except ConfigError:
-        return False
-    return True
+    return _has_sft_keys(_read(path))
 
 
 def is_config_file(argument: str) -> bool:
     """Return whether an argument of a command is the path of a TOML file instead of "section.key=value"."""
     return argument.endswith(".toml") and "=" not in argument
+
+
+def _merged(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a file and of overrides, which replace them."""
+    data = _read(Path(path))
+    for override in overrides:
+        if is_config_file(override):
+            _merge(data, _read(Path(override)))
+        else:
+            _apply(data, override)
+    return data
 
 
 def _read(path: Path) -> dict[str, Any]:

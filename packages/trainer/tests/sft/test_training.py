@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from tidemill_trainer import run
+from tidemill_trainer.cli import main
 from tidemill_trainer.demo.chat import chat_tokenizer
 from tidemill_trainer.demo.shop import PIECES, conversation_rows
 from tidemill_trainer.sft.config import SFTDataConfig
 from tidemill_trainer.sft.dataset import Encoder
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
@@ -144,6 +146,22 @@ def test_run_with_checkpoints_at_a_url_resumes(train, write, tmp_path, capsys):
     assert metrics_of(whole) == metrics
     weights = load_file(saved / "step_000003" / "huggingface" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_plan_has_the_weights_and_the_optimizer_state_of_a_run(train, write, capsys):
+    """A checkpoint has the states of both ranks."""
+    folder = train("run", *data(write, TRAIN, VAL), "data.train_batch_size=9", "trainer.total_epochs=1")
+    capsys.readouterr()
+    assert main(["plan", str(folder / "config.toml"), "--json"]) == 0
+    [device] = json.loads(capsys.readouterr().out)["devices"]
+    planned = {part["kind"]: 2 * part["bytes"] for part in device["phases"]["optimizer"]["parts"]}
+    engine = folder / "checkpoints" / "step_000001" / "engine"
+    saved = {"model": 0, "optimizer": 0}
+    for name, tensor in FileSystemReader(engine).read_metadata().state_dict_metadata.items():
+        if name.partition(".")[0] in saved and tensor.size:  # step counts are scalars
+            saved[name.partition(".")[0]] += tensor.size.numel() * tensor.properties.dtype.itemsize
+    assert saved == {"model": planned["weights"], "optimizer": planned["optimizer"]}
+    assert planned["gradients"] == planned["weights"] > 0
 
 
 def test_megatron_trains_and_validates_as_transformers_computes(train, write):

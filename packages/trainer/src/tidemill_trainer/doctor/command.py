@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
 
 from tidemill_trainer.config import Config
-from tidemill_trainer.config_file import ConfigError, read_config, with_absolute_paths
+from tidemill_trainer.config_file import ConfigError, read_either_config, with_absolute_paths
 from tidemill_trainer.data import DataError
 from tidemill_trainer.doctor.facts import NodeFacts, read_facts
 from tidemill_trainer.doctor.finding import Finding
@@ -43,7 +43,7 @@ def doctor(
     """
     progress = Progress()
     try:
-        config = None if config_path is None else _read(config_path, overrides)
+        config = None if config_path is None else with_absolute_paths(read_either_config(config_path, overrides))
         if config is None and (overrides or compares_log_probs):
             raise ConfigError("key=value and --log-probs require a CONFIG.toml; add it")
         if config is not None and address is not None:
@@ -67,18 +67,6 @@ def doctor(
         progress.fail(str(error).partition("remote traceback")[0].rstrip())
         return 1
     return _report(findings, progress)
-
-
-def _read(path: Path, overrides: Sequence[str]) -> RunConfig:
-    try:
-        return with_absolute_paths(read_config(Config, path, overrides))
-    except ConfigError as error:
-        try:
-            return with_absolute_paths(read_config(SFTConfig, path, overrides))
-        except ConfigError as of_sft:
-            if "unknown config key" in str(error) and "unknown config key" not in str(of_sft):
-                raise of_sft from None
-        raise  # the error of the first kind
 
 
 def _inspect(config: RunConfig | None, address: str | None, run_dir: str, progress: Progress) -> list[Finding]:

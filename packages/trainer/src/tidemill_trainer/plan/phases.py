@@ -10,6 +10,7 @@ from tidemill_trainer.gpus import shares_gpus
 from tidemill_trainer.plan.engine import ITEM_BYTES, EngineMemory, engine_memory
 from tidemill_trainer.plan.model import ModelSizes, count_model
 from tidemill_trainer.roles import Role, model_of, optimizer_of, own_workers, required_roles
+from tidemill_trainer.sft.config import SFTConfig
 
 Phase = Literal["generation", "log-probs", "forward/backward", "optimizer", "weight update"]
 PHASES: tuple[Phase, ...] = ("generation", "log-probs", "forward/backward", "optimizer", "weight update")
@@ -99,6 +100,20 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
     return devices
 
 
+def plan_fine_tuning(config: SFTConfig, sizes: ModelSizes) -> list[Device]:
+    """Return the memory of a training process of `tidemill sft` in each phase, as `plan_devices`.
+
+    There are log-probs in validations and with DPO, whose reference holds no memory.
+    """
+    has_log_probs = config.dpo is not None or len(config.data.val_files) > 0
+    phases: dict[Phase, list[Part]] = {
+        phase: _training_parts(config, {"policy": sizes}, ["policy"], phase, config.actor.num_workers)
+        for phase in PHASES
+        if phase in _TRAIN or (phase == "log-probs" and has_log_probs)
+    }
+    return [Device(name="policy", phases=phases)]
+
+
 def engine_parts(config: Config, sizes: ModelSizes, device_bytes: float | None) -> list[Part]:
     """Return weights and KV pool of an engine on each of its devices, in bytes.
 
@@ -165,7 +180,7 @@ def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
 
 
 def _training_parts(
-    config: Config, sizes: dict[str, ModelSizes], roles: list[str], phase: Phase, num_workers: int
+    config: Config | SFTConfig, sizes: dict[str, ModelSizes], roles: list[str], phase: Phase, num_workers: int
 ) -> list[Part]:
     """Return what a training process with these roles holds: each resident part, and the largest of those at work.
 
@@ -183,19 +198,22 @@ def _training_parts(
     ]
 
 
-def _memory(config: Config, sizes: ModelSizes, role: str, num_workers: int) -> EngineMemory:
-    other: Role | None = None if role == "policy" else role  # pyright: ignore[reportAssignmentType]
-    model = config.model if other is None else model_of(config, other, config.model.path)
-    memory = engine_memory(sizes, model, config.engine, num_workers)
-    if other is not None and optimizer_of(config, other) is None:
+def _memory(config: Config | SFTConfig, sizes: ModelSizes, role: str, num_workers: int) -> EngineMemory:
+    if role == "policy":
+        return engine_memory(sizes, config.model, config.engine, num_workers)
+    assert isinstance(config, Config)
+    other: Role = role  # pyright: ignore[reportAssignmentType]
+    memory = engine_memory(sizes, model_of(config, other, config.model.path), config.engine, num_workers)
+    if optimizer_of(config, other) is None:
         memory = replace(memory, grads=0.0, optimizer=0.0)
     return memory
 
 
-def _part(config: Config, role: str, kind: str, num_bytes: float, *, at_work: bool = False) -> Part:
+def _part(config: Config | SFTConfig, role: str, kind: str, num_bytes: float, *, at_work: bool = False) -> Part:
     """Return a part with the keys that reduce it; a model at work is not offloaded."""
     is_fsdp2 = isinstance(config.engine, FSDP2Config)
-    workers = "actor" if role == "policy" or role not in own_workers(config) else role
+    has_own = isinstance(config, Config) and role in own_workers(config)
+    workers = role if has_own else "actor"
     more = f"raise {workers}.num_workers"
     states = f"{more}, or set engine.offload_policy=true" if is_fsdp2 else f"{more} or a parallel size of engine"
     advice = {
@@ -209,7 +227,7 @@ def _part(config: Config, role: str, kind: str, num_bytes: float, *, at_work: bo
     return Part(role=role, kind=kind, num_bytes=num_bytes, advice=states if is_state else advice[kind])
 
 
-def _resident(config: Config, role: str, memory: EngineMemory) -> list[Part]:
+def _resident(config: Config | SFTConfig, role: str, memory: EngineMemory) -> list[Part]:
     """Return what a role holds while others are at work. Gradients of FSDP2 are freed after each step."""
     engine = config.engine
     offloads = engine.param_offload if role == "policy" else getattr(config, role).param_offload
@@ -219,7 +237,7 @@ def _resident(config: Config, role: str, memory: EngineMemory) -> list[Part]:
     return parts + ([] if engine.optimizer_offload else [_part(config, role, "optimizer", memory.optimizer)])
 
 
-def _working(config: Config, role: str, memory: EngineMemory, phase: Phase) -> list[Part]:
+def _working(config: Config | SFTConfig, role: str, memory: EngineMemory, phase: Phase) -> list[Part]:
     """Return what a role holds in a phase in which it is at work."""
 
     def part(kind: str, num_bytes: float) -> Part:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tidemill_trainer.plan.phases import PHASES, Device, Phase
-from tidemill_trainer.plan.traffic import Steps
+from tidemill_trainer.plan.phases import Device, Phase
 
 GIB = 2**30
 _KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "KV pool", "buckets")
@@ -14,8 +13,7 @@ def table(devices: list[Device]) -> list[str]:
     lines = [f"{'phase':17} {'role':13}" + "".join(f"{kind:>12}" for kind in _KINDS[:5]) + f"{'total':>9}"]
     for device in devices:
         lines += ["", f"each device of {device.name}, GiB"]
-        for phase in PHASES:
-            parts = device.phases[phase]
+        for phase, parts in device.phases.items():
             for role in dict.fromkeys(part.role for part in parts):
                 held = {part.kind: part.num_bytes for part in parts if part.role == role}
                 cells = [held.get(kind, 0.0) for kind in _KINDS[:5]]
@@ -41,7 +39,7 @@ def problems(devices: list[Device], device_bytes: float | None, *, tolerance: fl
         return []
     found = []
     for device in devices:
-        fullest: Phase = max(PHASES, key=device.total)
+        fullest: Phase = max(device.phases, key=device.total)
         if device.total(fullest) <= tolerance * device_bytes:
             continue
         held, keys = largest_parts(device, fullest)
@@ -59,21 +57,19 @@ def largest_parts(device: Device, phase: Phase) -> tuple[str, str]:
     return held, "; ".join(dict.fromkeys([*device.advice, *(part.advice for part in largest)]))
 
 
-def as_json(steps: Steps, devices: list[Device], moved: dict[str, float], found: list[str]) -> dict[str, Any]:
+def as_json(step: str, devices: list[Device], moved: dict[str, float], found: list[str]) -> dict[str, Any]:
     """Return the plan as JSON values; sizes are bytes."""
     return {
-        "step": steps.sentence(),
+        "step": step,
         "devices": [
             {
                 "name": device.name,
                 "phases": {
                     phase: {
                         "total": round(device.total(phase)),
-                        "parts": [
-                            {"role": p.role, "kind": p.kind, "bytes": round(p.num_bytes)} for p in device.phases[phase]
-                        ],
+                        "parts": [{"role": p.role, "kind": p.kind, "bytes": round(p.num_bytes)} for p in parts],
                     }
-                    for phase in PHASES
+                    for phase, parts in device.phases.items()
                 },
             }
             for device in devices
