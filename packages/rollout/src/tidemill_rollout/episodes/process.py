@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ async def run_process(
     """Run a program until it exits, and kill the processes of its process group that remain.
 
     Cancelling the call kills all of them. The outputs are pipes of our own, because `Process.wait` of some versions of
-    Python does not return while another process has a pipe of asyncio open.
+    Python does not return while another process has a pipe of asyncio open. The input is a file, because writing to a
+    pipe fails if the program has exited.
     """
     loop = asyncio.get_running_loop()
     tails = [_Tail(), _Tail()]
     with ExitStack() as readers:
         with ExitStack() as writers:
+            given = writers.enter_context(tempfile.TemporaryFile())
+            given.write(stdin)
+            given.seek(0)
             pipes = []
             for tail in tails:
                 reader, writer = os.pipe()
@@ -41,7 +46,7 @@ async def run_process(
                 readers.callback(transport.close)
             process = await asyncio.create_subprocess_exec(
                 *args,
-                stdin=asyncio.subprocess.PIPE,
+                stdin=given,
                 stdout=pipes[0],
                 stderr=pipes[1],
                 cwd=cwd,
@@ -49,9 +54,6 @@ async def run_process(
                 start_new_session=True,  # a process group of its own
             )
         try:
-            assert process.stdin is not None
-            process.stdin.write(stdin)
-            process.stdin.close()
             code = await process.wait()
         finally:
             with suppress(ProcessLookupError):  # no process of the group remains
