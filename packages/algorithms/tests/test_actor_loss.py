@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from loss_cases import Output, counts_of, loss_and_gradient, make_batch, weigh
+from loss_cases import Counts, Output, counts_of, loss_and_gradient, make_batch, weigh
 from tidemill_algorithms import POLICY_LOSSES, ActorLoss
 from tidemill_dataproto import DataProto, ragged
 
@@ -68,6 +68,16 @@ def test_rollout_weights_multiply_terms_but_not_the_entropy():
     assert twice["actor/pg_loss"] == pytest.approx(2 * plain["actor/pg_loss"])
     assert twice["actor/entropy_loss"] == plain["actor/entropy_loss"]
     assert value == pytest.approx(twice["actor/pg_loss"] - 0.5 * twice["actor/entropy_loss"])
+
+
+@pytest.mark.parametrize("column", ["loss_weights", "rollout_is_weights", "ref_log_prob"])
+@pytest.mark.parametrize("size", [(1,), (5, 1)])
+def test_columns_of_another_shape_are_an_error_instead_of_broadcast(column, size):
+    mask = ragged.ragged(torch.ones(5), [5])
+    names = ("response_mask", "loss_weights", "rollout_is_weights", "ref_log_prob", "old_log_probs", "advantages")
+    columns = dict.fromkeys(names, mask) | {column: ragged.ragged(torch.ones(size), [size[0]])}
+    with pytest.raises(ValueError, match=rf"column {column} must have one value for each response token, \(5,\) in"):
+        ActorLoss(kl_loss_coef=0.1)(Output(torch.zeros(5)), DataProto.from_dict(columns), Counts(5.0))
 
 
 @pytest.mark.parametrize("column", ["advantages", "old_log_probs"])

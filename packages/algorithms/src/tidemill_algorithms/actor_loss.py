@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.columns import values_per_token
 from tidemill_algorithms.correction import rollout_correction
 from tidemill_algorithms.finite import check_finite
 from tidemill_algorithms.kl import KLPenalty, check_kl_penalty, kl_penalty
@@ -122,14 +123,14 @@ class ActorLoss:
                 old = ragged.like(log_probs.detach(), batch["response_mask"])
                 batch = batch.union(DataProto.from_dict({"old_log_probs": old}))
             terms, metrics = self._loss_terms(log_probs, batch)
-            return (terms * ragged.values(batch["rollout_is_weights"]) if has_weights else terms), metrics
+            return (terms * values_per_token(batch, "rollout_is_weights", terms) if has_weights else terms), metrics
         if has_weights:
             raise ValueError("in bypass mode, expected no column rollout_is_weights; drop it, or bypass_correction")
         mask, rollout = batch["response_mask"], batch["rollout_log_probs"]
         columns = {name: batch[name] for name in batch.batch.keys()}  # noqa: SIM118
         batch = DataProto.from_dict(columns | {"old_log_probs": rollout}, batch.non_tensor_batch)
         terms, metrics = self._loss_terms(log_probs, batch)
-        log_ratio = log_probs.detach() - ragged.values(rollout)
+        log_ratio = log_probs.detach() - values_per_token(batch, "rollout_log_probs", log_probs)
         weights, kept, _ = rollout_correction(ragged.like(log_ratio, mask), mask, **self.bypass_correction)
         metrics |= {
             "rollout_corr/kl": -log_ratio,
@@ -152,9 +153,9 @@ class ActorLoss:
 
         Raises:
             ValueError: the loss is not finite, and the error names the first row and token; or the policy loss returned
-                another shape than [N].
+                another shape than [N], or a column has one.
         """
-        weights = ragged.values(micro_batch["loss_weights"])
+        weights = values_per_token(micro_batch, "loss_weights", model_output.log_probs)
         mask, num_tokens = ragged.values(micro_batch["response_mask"]).float(), normalizer.num_tokens
         if model_output.topk_log_probs is not None:
             topk = ragged.like(model_output.topk_log_probs, micro_batch["response_mask"])
@@ -174,7 +175,8 @@ class ActorLoss:
             metrics["actor/entropy_loss"] = entropy.detach()
             loss = loss - self.entropy_coeff * entropy
         if self.kl_loss_coef != 0.0:
-            penalty = kl_penalty(model_output.log_probs, ragged.values(micro_batch["ref_log_prob"]), self.kl_loss_type)
+            reference = values_per_token(micro_batch, "ref_log_prob", model_output.log_probs)
+            penalty = kl_penalty(model_output.log_probs, reference, self.kl_loss_type)
             shares["KL penalty"] = penalty * weights
             kl = shares["KL penalty"].sum()
             metrics |= {"actor/kl_loss": kl.detach(), "actor/kl_coef": self.kl_loss_coef * mask.sum() / num_tokens}

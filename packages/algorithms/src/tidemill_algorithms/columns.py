@@ -1,9 +1,12 @@
-"""The columns that an advantage estimator or a policy loss reads beyond those that every batch has."""
+"""Columns: those that an estimator or a policy loss reads beyond those of every batch, and their values in a loss."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["columns_of", "reads", "uses_token_rewards"]
+import torch
+from tidemill_dataproto import DataProto, ragged
+
+__all__ = ["columns_of", "reads", "uses_token_rewards", "values_per_token"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -35,3 +38,18 @@ def columns_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def uses_token_rewards(estimator: Callable[..., Any]) -> bool:
     """Return whether an estimator uses `token_level_rewards`, so that a KL penalty in the reward has an effect."""
     return estimator.__dict__.get("token_rewards", False)
+
+
+def values_per_token(batch: DataProto, name: str, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the flat values of a column after comparing their shape with the outputs of the model [N].
+
+    Raises:
+        ValueError: another shape, whose product with the outputs would be broadcast.
+    """
+    values = ragged.values(batch[name])
+    if values.shape != outputs.shape:
+        raise ValueError(
+            f"column {name} must have one value for each response token, {tuple(outputs.shape)} in total; got "
+            f"{tuple(values.shape)}. Pass a ragged column like responses"
+        )
+    return values

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.columns import values_per_token
 from tidemill_algorithms.finite import check_finite
 from tidemill_algorithms.losses import value_loss
 
@@ -46,11 +47,15 @@ class CriticLoss:
             normalizer: `num_tokens`, sum of the mask of the global mini-batch.
 
         Raises:
-            ValueError: the loss is not finite; the error names the first row and token.
+            ValueError: the loss is not finite, and the error names the first row and token; or a column has another
+                shape than [N].
         """
         per_token = ragged.values(micro_batch["response_mask"]).float() / normalizer.num_tokens
+        weights = values_per_token(micro_batch, "loss_weights", model_output.values)
+        for name in ("values", "returns"):
+            values_per_token(micro_batch, name, model_output.values)
         terms, of_tokens = value_loss(model_output.values, micro_batch, cliprange_value=self.cliprange_value)
-        shares = terms * ragged.values(micro_batch["loss_weights"])
+        shares = terms * weights
         loss = shares.sum()
         check_finite(loss, {"value loss": shares}, micro_batch, {"predicted values": model_output.values})
         metrics = {name: (values.detach() * per_token).sum() for name, values in of_tokens.items()}

@@ -174,6 +174,15 @@ def test_value_loss_equals_the_reference(seed):
     assert metrics["critic/vpred_mean"].item() == pytest.approx(values[trained].mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("column", ["loss_weights", "values", "returns"])
+def test_critic_loss_refuses_columns_of_another_shape(column):
+    mask = ragged.ragged(torch.ones(5), [5])
+    columns = dict.fromkeys(("response_mask", "loss_weights", "values", "returns"), mask)
+    columns[column] = ragged.ragged(torch.ones(1), [1])
+    with pytest.raises(ValueError, match=rf"column {column} must have one value for each response token"):
+        CriticLoss()(Values(torch.zeros(5)), DataProto.from_dict(columns), Counts(5.0))
+
+
 def test_gspo_caps_the_log_of_the_sequence_ratio_at_10():
     mask = ragged.ragged(torch.ones(1), [1])
     columns = {"old_log_probs": -12.0, "advantages": -1.0}

@@ -47,6 +47,16 @@ BAD = {
         ValueError,
         "row 0 of advantages has .* elements but its response has",
     ),
+    **{
+        f"{name} of other rows": (
+            lambda b, name=name: with_column(
+                b, name, ragged.like(ragged.values(b["input_ids"]).float(), b["input_ids"])
+            ),
+            ValueError,
+            f"row 0 of {name} has .* elements but its response has",
+        )
+        for name in ("loss_weights", "rollout_is_weights", "teacher_log_prob")
+    },
     "padded advantages": (
         lambda b: with_column(b, "advantages", torch.zeros(len(b), 7)),
         ValueError,

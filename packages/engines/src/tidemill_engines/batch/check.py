@@ -22,9 +22,12 @@ _RESPONSE_COLUMNS = (
     "old_log_probs",
     "rollout_log_probs",
     "ref_log_prob",
+    "teacher_log_prob",
     "teacher_topk_log_probs",
     "token_level_scores",
     "token_level_rewards",
+    "rollout_is_weights",
+    "loss_weights",
 )
 
 
