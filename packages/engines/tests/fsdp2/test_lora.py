@@ -214,6 +214,26 @@ def test_disable_adapter_infers_with_base_and_keeps_training_bitwise(tmp_path):
             assert all(torch.equal(with_base[2][name], weight) for name, weight in plain[2].items())
 
 
+def test_checkpoint_with_another_scale_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path, folder = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB), tmp_path / "checkpoint"
+    engine = build_engine(path, model={"lora": LoraConfig(rank=2, alpha=8.0)})
+    engine.save_checkpoint(folder)
+    engine.close()
+    other_rank = build_engine(path, model={"lora": LoraConfig(rank=3, alpha=8.0)})
+    with pytest.raises(ValueError, match="could not load the checkpoint"):
+        other_rank.load_checkpoint(folder)
+    other_rank.close()
+    other_alpha = build_engine(path, model={"lora": LoraConfig(rank=2, alpha=16.0)})
+    with pytest.raises(ValueError, match=r"trained with LoraConfig.alpha=8.0, and this engine has 16.0"):
+        other_alpha.load_checkpoint(folder)
+    manifest = json.loads((folder / "engine.json").read_text())
+    del manifest["progress"]["lora_alpha"]  # as in a checkpoint of an earlier version
+    (folder / "engine.json").write_text(json.dumps(manifest))
+    other_alpha.load_checkpoint(folder)
+    other_alpha.close()
+
+
 def value_loss(output, micro_batch, normalizer):
     return (output.values - 1).square().sum() / normalizer.num_tokens, {}
 

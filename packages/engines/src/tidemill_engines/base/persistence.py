@@ -134,11 +134,13 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
                 the files that were uploaded.
         """
         self._saver.finish()  # before its state is copied, so that at most one copy exists
+        lora = self.model_config.lora
         progress = Progress(
             step=self.step,
             skipped_steps=self.skipped_steps,
             world_size=dist.get_world_size(),
             has_optimizer=self.optimizer_config is not None,
+            lora_alpha=None if lora is None else lora.alpha,
         )
         group = self.groups.checkpoint
         with self._weights_onloaded(), self._offloader.onloaded("optimizer"):
@@ -176,7 +178,8 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
 
         Raises:
             FileNotFoundError: `path` contains no complete checkpoint.
-            ValueError: the checkpoint is damaged, or of another format version or model. Nothing has changed.
+            ValueError: the checkpoint is damaged, or of another format version or model, or its adapters have
+                another alpha. Nothing has changed.
         """
         self._saver.finish()
         has_optimizer = self.optimizer_config is not None
@@ -185,9 +188,18 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
             self._weights_onloaded(),
             self._offloader.onloaded("optimizer"),
         ):
+            self._check_adapters(absolute(path), progress)
             self._load_state(folder, progress)
         self.step, self.skipped_steps = progress.step, progress.skipped_steps
         self.optimizer_zero_grad()
+
+    def _check_adapters(self, path: str, progress: Progress) -> None:
+        lora, saved = self.model_config.lora, progress.lora_alpha
+        if lora is not None and saved not in (None, lora.alpha):
+            raise ValueError(
+                f"the adapters of {path} were trained with LoraConfig.alpha={saved}, and this engine has {lora.alpha}; "
+                "use the same alpha, as the tensors do not contain it"
+            )
 
     @abstractmethod
     def _collect_state(self, *, copied: bool) -> Any:

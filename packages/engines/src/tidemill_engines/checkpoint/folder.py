@@ -49,12 +49,14 @@ class Progress:
         skipped_steps: number of steps that were skipped because the gradient was not finite.
         world_size: number of ranks that saved; random states are restored only on the same number of ranks.
         has_optimizer: whether the checkpoint contains optimizer state.
+        lora_alpha: `LoraConfig.alpha` of the adapters, whose other settings the tensors show; None without adapters.
     """
 
     step: int
     skipped_steps: int
     world_size: int
     has_optimizer: bool
+    lora_alpha: float | None = None
 
 
 def save_folder(
