@@ -81,8 +81,9 @@ class ModelConfig:
         init_seed: seed to train from scratch: the weights are initialized by the model's own rule and no tensor of
             `path` is read. None loads the weights.
         dtype: dtype of the master weights, which the optimizer updates.
-        attn_implementation: "varlen" (packed attention of this package) or a name of transformers, such as "sdpa",
-            which builds an [N, N] mask over the packed rows.
+        attn_implementation: "varlen" (packed attention of this package) or a name of transformers, such as "sdpa" or
+            "eager", with which every micro-batch of FSDP2 has one row. "varlen" requires a model that takes its
+            attention from the registry of transformers.
         gradient_checkpointing: recompute each decoder layer in the backward pass instead of keeping its activations.
         recompute: part of a layer that is recomputed: "full" recomputes all of it; "selective" keeps the results of
             matrix products and attention, which are most of the work.
@@ -91,7 +92,7 @@ class ModelConfig:
         router_aux_loss_coef: coefficient of the load-balancing loss of a MoE model, which is added to every loss. It is
             computed per row and averaged over the trained rows, so it does not depend on micro-batches.
         output_router_logits: pass the router logits of a MoE model to losses and return them from `infer_batch`
-            (`Outputs`).
+            (`Outputs`). Both require that transformers records the router logits of the model.
         lora: train low-rank adapters and freeze all other weights; requires the extra `lora`.
         trust_remote_code: allow transformers to run code of `path`.
 
@@ -229,7 +230,7 @@ class EngineConfig:
         max_token_len_per_gpu: maximum tokens (prompt and response, without padding) of a micro-batch on each of the
             ranks that share the tokens of a row; a row of more than `max_tokens` is rejected.
         micro_batch_size_per_gpu: rows per micro-batch; rejected if they exceed `max_token_len_per_gpu`. None balances
-            micro-batches by tokens.
+            micro-batches by tokens, except with FSDP2 and another `ModelConfig.attn_implementation` than "varlen".
         timeout_s: timeout of collectives, in seconds.
 
     Raises:

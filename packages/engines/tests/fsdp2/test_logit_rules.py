@@ -29,6 +29,7 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop"
 FAMILIES = {
     "scaled up": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 4.0}),
     "scaled down": (transformers.GraniteConfig, transformers.GraniteForCausalLM, {"logits_scaling": 3.0}),
+    "multiplied": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM, {"logits_scaling": 3.0}),
     "softcap": (
         transformers.Gemma2Config,
         transformers.Gemma2ForCausalLM,

@@ -12,6 +12,8 @@ from tidemill_engines.attention.ulysses import heads_to_tokens, tokens_to_heads
 from tidemill_engines.model_io import PackedLayout
 
 NAME = "tidemill_varlen"
+_WINDOW_IN_MASK = {"phimoe", "qwen2_moe"}
+"""Model types of transformers whose sliding window is only in the attention mask, which packed rows do not have."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 HAS_CUDNN = importlib.util.find_spec("cudnn") is not None
 """Whether cuDNN's graph API (nvidia-cudnn-frontend, the extra `cudnn`) is installed."""
@@ -35,6 +37,28 @@ def check_attention(config: PretrainedConfig, *, is_stateful: bool = False) -> N
         raise ValueError(
             f"{config.model_type} has layers of type {', '.join(others)}, which would mix the tokens of packed rows; "
             f"use a model with only {' and '.join(sorted(_LAYER_TYPES))} layers"
+        )
+
+
+def check_packed_attention(config: PretrainedConfig, *, is_supported: bool) -> None:
+    """Check that a model computes its attention with `varlen_attention_forward` if that is configured.
+
+    Args:
+        is_supported: whether transformers says that the model takes its attention from the registry.
+
+    Raises:
+        ValueError: it does not, or without its sliding window.
+    """
+    fields = config.get_text_config().to_dict()
+    window, reason = fields.get("sliding_window"), None
+    if not is_supported:
+        reason = "does not take its attention from the registry of transformers"
+    elif config.model_type in _WINDOW_IN_MASK and window and window < fields["max_position_embeddings"]:
+        reason = f"does not pass its sliding_window of {window} to it"
+    if reason is not None:
+        raise ValueError(
+            f"ModelConfig.attn_implementation='varlen' does not support {config.model_type}, which {reason}; set it to "
+            "'sdpa' or 'eager'"
         )
 
 
@@ -73,16 +97,22 @@ def varlen_attention_forward(
         The output [1, n, H, D], and None for the weights.
 
     Raises:
-        ValueError: a mask, a softcap or sinks, or dropout on CUDA.
+        ValueError: attention that is not causal, a mask, a softcap or sinks, or dropout on CUDA.
     """
     if attention_mask is not None:
         raise ValueError(
-            f"{NAME} requires packed rows without an attention mask; got one of shape {tuple(attention_mask.shape)}"
+            f"{NAME} requires packed rows without an attention mask; {type(module).__name__} passes one of shape "
+            f"{tuple(attention_mask.shape)}. Set ModelConfig.attn_implementation to 'eager'"
+        )
+    if not getattr(module, "is_causal", True):  # as transformers' own attention functions read it
+        raise ValueError(
+            f"{NAME} requires causal attention, and {type(module).__name__} is bidirectional; use a causal language "
+            "model (some require is_decoder=true in config.json)"
         )
     if softcap is not None or s_aux is not None:
         raise ValueError(
-            f"{NAME} does not support softcap or attention sinks, which {type(module).__name__} requires; choose "
-            "another ModelConfig.attn_implementation"
+            f"{NAME} does not support softcap or attention sinks, which {type(module).__name__} requires; set "
+            "ModelConfig.attn_implementation to 'eager'"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if tidemill_group is not None:

@@ -57,7 +57,6 @@ def run_backbone(model: PreTrainedModel, **inputs: Any) -> Any:
 
 def _forward_without_head(model: PreTrainedModel, **inputs: Any) -> Any:
     backbone = model.base_model
-    assert backbone is not model, f"{type(model).__name__} has no backbone of its own"
     output = backbone(**inputs)
     if torch.is_grad_enabled() and not output.last_hidden_state.requires_grad:
         output.last_hidden_state.requires_grad_()  # else FSDP2 reduces no gradient of a head on a frozen backbone
@@ -84,10 +83,13 @@ def head_of(model: PreTrainedModel) -> Head:
 def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:
     """Return the scale of the logits and their softcap, or None.
 
-    The fields of transformers' configs are `logit_scale` (Cohere), `logits_scaling` (Granite) and
-    `final_logit_softcapping` (Gemma).
+    The fields of transformers' configs are `logit_scale` (Cohere), `logits_scaling` (Granite divides by it, and
+    HyperCLOVA X multiplies) and `final_logit_softcapping` (Gemma).
     """
     fields = model.config.get_text_config().to_dict()
-    scale = float(fields.get("logit_scale", 1.0)) / float(fields.get("logits_scaling", 1.0))
+    scale, scaling = (
+        1.0 if fields.get(key) is None else float(fields[key]) for key in ("logit_scale", "logits_scaling")
+    )
+    scale = scale * scaling if fields["model_type"] == "hyperclovax" else scale / scaling
     softcap = fields.get("final_logit_softcapping")
     return scale, None if softcap is None else float(softcap)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
-from tidemill_engines.attention.packed import check_attention
 from tidemill_engines.attention.ulysses import gather_output
 from tidemill_engines.batch.check import BatchRules, TokenLimit
 from tidemill_engines.batch.micro_batches import BatchPlan, plan_batch
@@ -31,15 +30,19 @@ class FSDP2LanguageModel(FSDP2Engine):
 
     def _open(self) -> None:
         ranks_per_row = self.engine_config.ranks_per_row
-        if ranks_per_row > 1 and self.model_config.attn_implementation != "varlen":
-            raise ValueError(
-                "FSDP2Config.ulysses_sequence_parallel_size > 1 requires ModelConfig.attn_implementation='varlen'; "
-                f"got {self.model_config.attn_implementation!r}"
-            )
+        sizes = {
+            "ulysses_sequence_parallel_size": ranks_per_row,
+            "micro_batch_size_per_gpu": self.engine_config.micro_batch_size_per_gpu,
+        }
+        for name, size in sizes.items():
+            if not self._packs_rows and size not in (None, 1):
+                raise ValueError(
+                    f"FSDP2Config.{name} > 1 requires ModelConfig.attn_implementation='varlen'; "
+                    f"got {self.model_config.attn_implementation!r}"
+                )
         self._balances_experts = self.model_config.router_aux_loss_coef > 0
         super()._open()
         self._check_experts()
-        check_attention(self.model.config, is_stateful=self.model._is_stateful)
         if ranks_per_row > 1:
             self.engine_config.check_heads(self.model.config.get_text_config().num_attention_heads)
         expose_backbone(self.model)
@@ -72,7 +75,7 @@ class FSDP2LanguageModel(FSDP2Engine):
                 vision=self._vision,
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
-            micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
+            micro_batch_size=self.engine_config.micro_batch_size_per_gpu if self._packs_rows else 1,
             with_loss=loss_fn is not None,
         )
         self.meter.count(plan.micro_batches)
@@ -171,13 +174,15 @@ class FSDP2LanguageModel(FSDP2Engine):
             The hidden states [M, H] at `inputs.predictors`, and the router logits [N, E] of each layer, if required.
         """
         wanted = {"output_router_logits": True} if self._needs_router_logits else {}
+        packing: dict[str, Any] = {}
+        if self._packs_rows:
+            packing = {"tidemill_layout": inputs.layout, "tidemill_group": self.groups.sequence_parallel}
         output = run_backbone(
             self.model,
             input_ids=inputs.input_ids if self._vision is None else inputs.all_input_ids,
             position_ids=inputs.position_ids,
-            tidemill_layout=inputs.layout,
-            tidemill_group=self.groups.sequence_parallel,
             use_cache=False,
+            **packing,
             **inputs.vision,
             **wanted,
         )
@@ -200,14 +205,24 @@ class FSDP2LanguageModel(FSDP2Engine):
         return ModelOutput(**out._asdict())
 
     @property
+    def _packs_rows(self) -> bool:
+        """Whether a micro-batch may have several rows, which other attentions do not separate in all models."""
+        return self.model_config.attn_implementation == "varlen"
+
+    @property
     def _needs_router_logits(self) -> bool:
         return self._balances_experts or self.model_config.output_router_logits
 
     def _check_experts(self) -> None:
-        if self._needs_router_logits and not hasattr(self.model.config.get_text_config(), "num_experts_per_tok"):
+        has_experts = hasattr(self.model.config.get_text_config(), "num_experts_per_tok")
+        backbone: Any = self.model.base_model
+        records = "router_logits" in backbone.can_record_outputs
+        if self._needs_router_logits and not (has_experts and records):
             option = "router_aux_loss_coef" if self._balances_experts else "output_router_logits"
-            model_type = self.model.config.model_type
-            raise ValueError(f"ModelConfig.{option} requires a MoE model; {model_type} is dense. Leave the default")
+            raise ValueError(
+                f"ModelConfig.{option} requires a MoE model whose router logits transformers records; "
+                f"{self.model.config.model_type} is not one. Leave the default"
+            )
 
     def _vision_rule(self) -> VisionRule | None:
         """Return how images become tokens; None for a text-only model."""

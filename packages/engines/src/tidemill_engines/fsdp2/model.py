@@ -17,14 +17,23 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
-from tidemill_engines.attention.packed import HAS_CUDNN, NAME, register_attention
+from tidemill_engines.attention.packed import (
+    HAS_CUDNN,
+    NAME,
+    check_attention,
+    check_packed_attention,
+    register_attention,
+)
 from tidemill_engines.batch.multi_modal import MODEL_TYPES
 from tidemill_engines.config import ModelConfig, Recompute
 from tidemill_engines.fsdp2.config import FSDP2Config
 
+_OTHER_OUTPUT = {"prophetnet"}
+"""Model types of transformers that compute logits from another output of the backbone than `last_hidden_state`."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +42,7 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: `config.path` is not a folder with a `config.json`.
-        ValueError: the checkpoint is quantized, or its model type is not supported.
+        ValueError: the checkpoint is quantized, or its model type, attention or head is not supported.
     """
     if not (Path(config.path) / "config.json").is_file():
         raise FileNotFoundError(
@@ -42,19 +51,22 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
         )
     hf_config = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     sees_images = hf_config.model_type in MODEL_TYPES
+    if hf_config.to_dict().get("quantization_config") is not None:
+        raise ValueError(f"{config.path} is quantized, which training does not support; use a bfloat16 checkpoint")
+    library_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if not (sees_images or library_class is not None or config.trust_remote_code):
+        raise ValueError(
+            f"{config.path} contains a {hf_config.model_type} model; use a causal language model of transformers, or a "
+            f"vision-language model of type {', '.join(MODEL_TYPES)}"
+        )
+    if library_class is not None:  # some fail while they are created
+        _check_class(library_class, hf_config, config.attn_implementation)
     implementation: str | dict[str, str] = config.attn_implementation
     if implementation == "varlen":
         register_attention()
         implementation = NAME
         if sees_images:  # attention within images is bidirectional
             implementation = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
-    if hf_config.to_dict().get("quantization_config") is not None:
-        raise ValueError(f"{config.path} is quantized, which training does not support; use a bfloat16 checkpoint")
-    if not (sees_images or type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.trust_remote_code):
-        raise ValueError(
-            f"{config.path} contains a {hf_config.model_type} model; use a causal language model of transformers, or a "
-            f"vision-language model of type {', '.join(MODEL_TYPES)}"
-        )
     auto_class = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(
@@ -63,12 +75,42 @@ def build_model(config: ModelConfig) -> PreTrainedModel:
             attn_implementation=implementation,
             trust_remote_code=config.trust_remote_code,
         )
+    _check_class(type(model), hf_config, config.attn_implementation)
+    _check_head(model)
     _keep_buffers(model)
     if config.gradient_checkpointing:
         recompute_layers(model, config.recompute)
     if config.compile_layers:
         compile_layers(model)
     return model
+
+
+def _check_class(model_class: type[PreTrainedModel], hf_config: PretrainedConfig, attention: str) -> None:
+    check_attention(hf_config, is_stateful=model_class._is_stateful)
+    if attention == "varlen":
+        check_packed_attention(hf_config, is_supported=model_class._supports_attention_backend)
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Check that the model is a backbone and output embeddings, which are computed apart.
+
+    Raises:
+        ValueError: it has no backbone of its own, or a parameter is in neither of them.
+    """
+    backbone, head = model.base_model, model.get_output_embeddings()
+    if backbone is model or model.config.model_type in _OTHER_OUTPUT:
+        raise ValueError(
+            f"{type(model).__name__} has no backbone (base_model_prefix) whose last_hidden_state is the input of its "
+            "output embeddings; use another model"
+        )
+    parts = (backbone,) if head is None else (backbone, head)
+    known = {id(param) for part in parts for param in part.parameters()}
+    others = [name for name, param in model.named_parameters() if id(param) not in known]
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} has parameters outside of its backbone and output embeddings, which the engine "
+            f"would not compute: {', '.join(others[:4])}; use a model without them"
+        )
 
 
 def _keep_buffers(model: PreTrainedModel) -> None:

@@ -77,11 +77,21 @@ def router_logits_of_outputs(router_logits: Sequence[torch.Tensor], inputs: Mode
 
 
 def connect_to_output(router_logits: Sequence[torch.Tensor], hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the same logits, connected to the final hidden states by a zero gradient.
+    """Return the same logits [n, E], connected to the final hidden states [1, n, H] by a zero gradient.
 
     A sharded layer all-gathers its weights for the backward pass when the gradient of its output arrives. A loss that
     depends only on the router would not cause one.
+
+    Raises:
+        ValueError: logits of another shape; transformers records other tensors for some models.
     """
+    shapes = [tuple(logits.shape) for logits in router_logits]
+    if any(len(shape) != 2 or shape[0] != hidden_states.shape[1] for shape in shapes):
+        raise ValueError(
+            f"expected router logits of shape [{hidden_states.shape[1]}, experts] from each layer, got {shapes}, which "
+            "transformers records for this model; leave ModelConfig.router_aux_loss_coef and output_router_logits at "
+            "their defaults"
+        )
     *others, last = router_logits
     tied = _ConnectToOutput.apply(last, hidden_states)
     assert isinstance(tied, torch.Tensor)
