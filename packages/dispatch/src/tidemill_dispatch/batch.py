@@ -16,11 +16,12 @@ class Batch(Protocol):
     """A value with rows. `tidemill_dataproto.DataProto` and `ListBatch` are batches; tensors and lists are not.
 
     `chunk(n)` returns n parts in row order, `concat(parts)` is its inverse (a static or class method), and `len` is
-    the number of rows. Two optional members:
+    the number of rows. Three optional members:
 
     - A keyword `allow_unequal` of `chunk`: it is then called as `chunk(n, allow_unequal=True)`. For types whose `chunk`
       rejects rows that do not divide by n by default.
     - A method `without_padding()`: it is called on results, to remove rows that the worker marked as padding.
+    - A method `clone()`: it is called on what a worker receives, for types whose memory other ranks may share.
     """
 
     def chunk(self, n: int, /) -> Sequence[Any]: ...
@@ -48,6 +49,11 @@ class _SupportsSlices(Protocol):
 @runtime_checkable
 class _SupportsPadding(Protocol):
     def without_padding(self) -> Any: ...
+
+
+@runtime_checkable
+class _SupportsClone(Protocol):
+    def clone(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,14 @@ def take_rows(batch: Batch, start: int, stop: int) -> Any:
 def without_padding(result: Any) -> Any:
     """Return a worker's result without the rows that it marked as padding, if it is a batch."""
     return result.without_padding() if is_batch(result) and isinstance(result, _SupportsPadding) else result
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy of a batch whose type has `clone`, and other values unchanged.
+
+    A worker may write into its arguments. Tensors in shared memory are writable, and other ranks and calls read them.
+    """
+    return value.clone() if is_batch(value) and isinstance(value, _SupportsClone) else value
 
 
 def join_results(results: list[Any]) -> Any:

@@ -55,6 +55,26 @@ class Stage(Worker):
     def all_rows(self, batch):
         return batch["x"].tolist(), batch.is_padding.tolist()
 
+    @register(split_over("one"))
+    def write(self, batch, seen):
+        while self.rank > 0 and not ray.get(seen.is_set.remote()):  # after rank 0, which shares the rows
+            pass
+        batch.batch["x"] -= 1
+        ray.get(seen.set.remote())
+        return batch
+
+
+@ray.remote
+class Event:
+    def __init__(self):
+        self._is_set = False
+
+    def set(self):
+        self._is_set = True
+
+    def is_set(self):
+        return self._is_set
+
 
 @pytest.fixture(scope="module")
 def group(ray_cluster):
@@ -88,3 +108,13 @@ def test_padded_method_may_remove_the_padding_itself(group):
     batch = DataProto.from_dict({"x": torch.arange(5)})
     assert group.in_parts(batch).get()["y"].tolist() == [0, 1, 2, 3, 4]
     assert group.in_parts(group.load_padded(batch)).get()["y"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_workers_write_into_copies_of_their_own(group):
+    """Rows above 64 KiB are in shared memory, which both ranks and the earlier result read."""
+    batch = DataProto.from_dict(tensors={"x": torch.ones(100_000)}, non_tensors={"uid": np.arange(100_000)})
+    assert group.write(batch, Event.remote())["x"].eq(0).all()  # the result of rank 1
+    future = group.load_padded(batch)
+    assert group.write(future, Event.remote())["x"].eq(0).all()
+    assert future.get()["x"].eq(1).all()
+    assert batch["x"].eq(1).all()

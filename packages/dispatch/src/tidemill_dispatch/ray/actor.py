@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from tidemill_dispatch.batch import is_batch, without_padding
+from tidemill_dispatch.batch import is_batch, own_copy, without_padding
 from tidemill_dispatch.method import MethodSpec, registered_methods
 from tidemill_dispatch.ray.chain import ChainedShard
 from tidemill_dispatch.ray.failure import Failure
@@ -45,7 +45,7 @@ class _CallInputs:
         self._chained: list[tuple[str, int]] = []
 
     def unpack(self, value: Any) -> Any:
-        """Return the argument that the method receives.
+        """Return the argument that the method receives; a batch as its own copy.
 
         Raises:
             ValueError: a shard has another number of rows than the other batches of the call.
@@ -56,13 +56,13 @@ class _CallInputs:
         elif isinstance(value, ChainedShard):
             shard = value.fetch(self._receipts)
             if value.is_whole:
-                return shard.rows
+                return own_copy(shard.rows)
             self._check_rows(f"{value.upstream.method!r} of group {value.upstream.group!r}", shard.num_real)
             value = shard
         if not isinstance(value, PaddedShard):
-            return value
+            return own_copy(value)
         self._shard = value
-        return value.rows if self._padding is None else value.pad(self._padding)
+        return own_copy(value.rows if self._padding is None else value.pad(self._padding))
 
     def _check_rows(self, source: str, num_rows: int) -> None:
         self._chained.append((source, num_rows))
