@@ -1,5 +1,6 @@
 """Concatenation: matching, missing and different columns, and merging of meta_info."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,13 @@ def test_merge_rules_of_meta_info(rule: Any, expected: Any) -> None:
     assert one.meta_info["key"] == {"a": 1, "b": 4}
     both = one.union(DataProto.from_dict({"y": torch.zeros(1)}, meta_info={"key": {"a": 1}}), merge={"key": "max"})
     assert both.meta_info["key"] == {"a": 1, "b": 4}
+
+
+@pytest.mark.parametrize("rule", ["sum", "mean", "max", "min"])
+def test_rules_for_numbers_keep_nan_in_any_order(rule: Any) -> None:
+    parts = [DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"key": value}) for value in (1.0, math.nan, 2.0)]
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        assert math.isnan(DataProto.concat([parts[part] for part in order], merge={"key": rule}).meta_info["key"])
 
 
 def test_rules_for_numbers_refuse_other_values() -> None:

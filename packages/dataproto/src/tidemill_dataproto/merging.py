@@ -179,4 +179,6 @@ def _reduce(key: str, values: list[Any], rule: str, rows: list[int]) -> Any:
         if sum(rows) == 0:
             return math.nan
         return math.fsum(value * count for value, count in zip(values, rows, strict=True) if count) / sum(rows)
+    if any(map(math.isnan, values)):
+        return math.nan  # max() and min() would depend on the order
     return {"sum": sum, "max": max, "min": min}[rule](values)

@@ -37,10 +37,9 @@ class DataProto(BatchStorage):
     all other operations treat them as rows.
 
     A batch pickles its tensors as buffers, on the CPU. After unpickling from shared memory, as in Ray, tensors are
-    views of
-    that memory: call `clone()` before writing in place. `copy.deepcopy` copies objects too, and tensors as `clone`
-        does:
-    on their device, with gradients that flow back to the original.
+    views of that memory: call `clone()` before writing in place (workers of tidemill-dispatch receive clones).
+    `copy.deepcopy` copies objects too, and tensors as `clone` does: on their device, with gradients that flow back to
+    the original.
     """
 
     __slots__ = ()

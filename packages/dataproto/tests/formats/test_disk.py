@@ -89,6 +89,8 @@ def test_numpy_columns_of_every_dtype_round_trip(dtype: Any, tmp_path: Path) -> 
     assert loaded == batch
     assert loaded["c"].dtype == column.dtype
     loaded["c"][0] = loaded["c"][1]  # not read-only
+    DataProto.from_dict({}, {"c": column[:0][::-1]}).save_to_disk(tmp_path / "none")
+    assert DataProto.load_from_disk(tmp_path / "none")["c"].shape == (0, 2)
 
 
 def test_loaded_columns_share_layouts_and_are_writable(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 from batch_cases import make
 from tidemill_dataproto import DataProto, ragged
@@ -36,6 +37,13 @@ def test_strided_tensors_and_tensors_with_gradients_pickle() -> None:
         assert not new["g"].requires_grad
         new["t"].zero_()
     assert base.sum() == 66
+
+
+def test_empty_tensors_of_numpy_pickle() -> None:
+    """Their stride is 0."""
+    batch = DataProto.from_dict({"x": torch.from_numpy(np.zeros((0, 2), np.float32))})
+    new = pickle.loads(pickle.dumps(batch, 5))
+    assert (new["x"].shape, new["x"].dtype) == ((0, 2), torch.float32)
 
 
 def test_tensors_unpickled_in_band_are_writable() -> None:

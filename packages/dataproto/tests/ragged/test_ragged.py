@@ -196,6 +196,12 @@ def test_dtypes_of_segment_sum_and_mean(dtype: torch.dtype, sums: torch.dtype, m
     assert mean.tolist() == [1, 0, 1]
 
 
+def test_long_rows_are_summed_as_exactly_as_torch_sums() -> None:
+    flat = torch.rand(2**15, generator=torch.Generator().manual_seed(0))
+    total = ragged.segment_sum(flat, ragged.ragged(flat, [flat.numel()]))
+    assert total.item() == flat.double().sum().float().item()
+
+
 @pytest.mark.parametrize("counts", SHAPES)
 def test_gradients_flow_through_all_functions(counts: list[int]) -> None:
     col = column(counts)
@@ -271,6 +277,9 @@ with warnings.catch_warnings():
         ),
         (lambda: ragged.to_padded(COLUMN, 0, side="middle"), ValueError, "side"),
         (lambda: ragged.to_padded(COLUMN, 0, max_len=2), ValueError, "row 1 has 3 elements"),
+        (lambda: ragged.to_padded(COLUMN, 0.5), ValueError, "a value of torch.int64, .*; got 0.5"),
+        (lambda: ragged.to_padded(ragged.like(FLAT.byte(), COLUMN), -100), ValueError, "torch.uint8, .*; got -100"),
+        (lambda: ragged.to_padded(ragged.like(FLAT > 0, COLUMN), 7), ValueError, "torch.bool, .*; got 7"),
         (lambda: ragged.from_padded(FLAT.reshape(2, 2), torch.ones(2, 3)), ValueError, "mask"),
         (lambda: ragged.from_padded(FLAT, FLAT > 0), ValueError, "mask"),
         (lambda: ragged.from_padded(FLAT.reshape(2, 2)), TypeError, "exactly one of mask"),

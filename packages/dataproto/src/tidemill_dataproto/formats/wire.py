@@ -71,6 +71,8 @@ def unpack(packed: Packed) -> dict[str, Column]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor, on its device, as uint8 `[num_bytes]`; a copy if they are not contiguous."""
+    if tensor.numel() == 0:  # an empty one from numpy may have a stride of 0, which cannot be viewed as bytes
+        return tensor.new_empty(0, dtype=torch.uint8)
     # As bytes, because numpy lacks bfloat16 and the float8 types.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 

@@ -25,10 +25,13 @@ def to_padded(
         max_len: T; the longest row if None.
 
     Raises:
-        ValueError: a row is longer than max_len (rows are never cut), or an unknown side.
+        ValueError: a row is longer than max_len (rows are never cut), the dtype cannot represent pad_value, or an
+            unknown side.
     """
     whole = open_column(column)
     layout, flat = whole.layout, whole.values
+    if not flat.is_floating_point() and torch.full((), pad_value, dtype=flat.dtype).item() != pad_value:
+        raise ValueError(f"pad_value must be a value of {flat.dtype}, the dtype of the column; got {pad_value}")
     longest = int(layout.lengths.max(initial=0))
     width = longest if max_len is None else max_len
     if longest > width:

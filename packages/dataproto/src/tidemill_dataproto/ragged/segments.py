@@ -23,8 +23,8 @@ def expand_rows(per_row: Tensor, column: Tensor) -> Tensor:
 def segment_sum(flat: Tensor, column: Tensor) -> Tensor:
     """Sum `flat` `[N, ...]` within each row of `column`: `[B, ...]`; 0 for an empty row.
 
-    float32 and float64 keep their dtype, smaller floats are summed in and returned as float32, integers and bool as
-    int64. The result is deterministic, on CUDA too.
+    Floats are summed in float64, and returned in their dtype, smaller ones in float32; integers and bool as int64. The
+    result is deterministic, on CUDA too.
 
     Raises:
         ValueError: not one value per element.
@@ -35,10 +35,10 @@ def segment_sum(flat: Tensor, column: Tensor) -> Tensor:
     if not flat.is_floating_point():
         zeros = flat.new_zeros(layout.num_rows, *flat.shape[1:], dtype=torch.int64)
         return zeros.index_add(0, layout.rows(), flat.long())
-    if flat.dtype.itemsize < 4:
-        flat = flat.float()
+    dtype = torch.promote_types(flat.dtype, torch.float32)
     # torch's own check fails on zero rows; layouts are checked when a column is made, so `unsafe` is safe here.
-    return torch.segment_reduce(flat, "sum", lengths=layout.offsets.diff(), unsafe=True)
+    # On the CPU it adds one element after the other, so long rows would lose digits in float32.
+    return torch.segment_reduce(flat.double(), "sum", lengths=layout.offsets.diff(), unsafe=True).to(dtype)
 
 
 def segment_mean(flat: Tensor, column: Tensor) -> Tensor:
