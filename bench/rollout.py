@@ -54,7 +54,7 @@ TEMPLATE = Path(__file__).parent.parent / "packages/rollout/tests/templates/qwen
 NUM_TOKENS = 16
 LIMITS_MS = {"one turn": 2.0, "two turns": 2.0, "two turns, HTTP": 5.0}
 EpisodeOf = Callable[[Policy, int], Awaitable[None]]
-SINGLE_TURN = single_turn(lambda data_source, text, ground_truth, extra_info: float(len(text)))
+SINGLE_TURN = single_turn(lambda solution_str, **_: float(len(solution_str)))
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, extra={"ignore_eos": True})
 QUESTIONS = [
     "The numbers are 12, 7 and 30. What is their sum? Think first.",

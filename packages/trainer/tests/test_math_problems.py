@@ -70,7 +70,10 @@ def test_copies_of_a_problem_of_dapo_math_are_removed(module, tmp_path):
     ],
 )
 def test_last_marked_number_is_the_answer(text, truth, expected):
-    assert load_reward(f"{FILE}:score")("source", text, truth, None) == expected
+    assert (
+        load_reward(f"{FILE}:score")(data_source="source", solution_str=text, ground_truth=truth, extra_info=None)
+        == expected
+    )
 
 
 def test_missing_files_are_named(module, tmp_path):

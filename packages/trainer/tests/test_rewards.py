@@ -32,13 +32,15 @@ def test_missing_function_is_rejected(name, message):
 def test_function_with_other_parameters_is_rejected(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def two(solution, truth): return 0.0\n"
-        "def five(a, b, c, d, e): return 0.0\n"
-        "def any(*arguments): return 0.0\n"
-        "class Four:\n    def __call__(self, a, b, c, d=None): return 0.0\nfour = Four()\n"
+        "def others(solution_str, ground_truth, strict=False, pause=None): return 0.0\n"
+        "def any(**arguments): return 0.0\n"
+        "class Four:\n"
+        "    def __call__(self, solution_str, ground_truth, data_source, extra_info=None): return 0.0\n"
+        "four = Four()\n"
     )
-    for name, parameters in (("two", r"\(solution, truth\)"), ("five", r"\(a, b, c, d, e\)")):
+    for name, parameters in (("two", r"\(solution, truth\)"), ("others", r"\(solution_str, .*\)")):
         with pytest.raises(
-            ConfigError, match=rf"mine\.py:{name} must accept the arguments \(data_source, .*{parameters}$"
+            ConfigError, match=rf"mine\.py:{name} must accept the keyword arguments data_source, .*{parameters}$"
         ):
             load_reward(f"{tmp_path / 'mine.py'}:{name}")
     for name in ("any", "four"):
@@ -54,6 +56,6 @@ def test_function_loads_from_file_and_import_errors_are_reported(tmp_path):
         load_reward(f"{tmp_path / 'leaves.py'}:f")
     (tmp_path / "good.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass A:\n    x: int\ndef f(*_): return A(1).x\n"
+        "@dataclass\nclass A:\n    x: int\ndef f(**_): return A(1).x\n"
     )
     assert load_reward(f"{tmp_path / 'good.py'}:f")() == 1

@@ -18,7 +18,7 @@ def run(policy, reward, problem=PROBLEM, **settings):
 def test_reward_function_receives_the_problem_and_the_reply_without_special_tokens(scripted):
     received = []
 
-    def reward(data_source, solution_str, ground_truth, extra_info):
+    def reward(solution_str, ground_truth, data_source, extra_info):  # in an order of its own
         received.append((data_source, solution_str, ground_truth, extra_info, threading.current_thread()))
         return {"score": 0.5, "acc": 1.0}
 
@@ -43,13 +43,13 @@ def test_wrapper_that_returns_a_coroutine_is_awaited(scripted):
     async def reward(data_source, solution_str, ground_truth, extra_info):
         return 1.0
 
-    assert run(scripted("x<|im_end|>"), lambda *args: reward(*args)).outcome.reward == 1.0
+    assert run(scripted("x<|im_end|>"), lambda **arguments: reward(**arguments)).outcome.reward == 1.0
 
 
 def test_text_prompt_has_no_template_and_messages_have_it(scripted, tokenizer):
     policy = scripted("x<|im_end|>")
-    run(policy, lambda *_: 1.0)
-    run(policy, lambda *_: 1.0, Problem(prompt=[{"role": "user", "content": "hello"}]))
+    run(policy, lambda **_: 1.0)
+    run(policy, lambda **_: 1.0, Problem(prompt=[{"role": "user", "content": "hello"}]))
     texts = [tokenizer.decode(prompt) for prompt, _ in policy.engine.requests]
     assert texts == ["hello", "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"]
 
@@ -100,10 +100,10 @@ def test_reward_functions_that_never_return_stop_no_other(scripted):
     policy = scripted("x<|im_end|>")
 
     async def many():
-        slow = single_turn(lambda *_: is_stopped.wait())
+        slow = single_turn(lambda **_: is_stopped.wait())
         results = await asyncio.gather(
             *(policy.run(slow, PROBLEM, timeout_s=0.05) for _ in range(50)),
-            policy.run(single_turn(lambda *_: 1), PROBLEM),
+            policy.run(single_turn(lambda **_: 1), PROBLEM),
         )
         is_stopped.set()
         return results
@@ -115,13 +115,13 @@ def test_reward_functions_that_never_return_stop_no_other(scripted):
 
 @pytest.mark.parametrize("result", [None, "1", float("nan"), {"acc": 1.0}])
 def test_reward_that_is_no_finite_number_is_an_environment_error(scripted, result):
-    assert run(scripted("x<|im_end|>"), lambda *_: result).outcome.status == "environment_error"
+    assert run(scripted("x<|im_end|>"), lambda **_: result).outcome.status == "environment_error"
 
 
 def test_reward_function_without_result_in_time_is_an_environment_error(scripted):
     is_stopped = threading.Event()
     try:
-        episode = single_turn(lambda *_: is_stopped.wait(), reward_timeout_s=0.05)
+        episode = single_turn(lambda **_: is_stopped.wait(), reward_timeout_s=0.05)
         outcome = asyncio.run(scripted("4<|im_end|>").run(episode, PROBLEM)).outcome
     finally:
         is_stopped.set()

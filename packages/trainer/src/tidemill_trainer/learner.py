@@ -124,7 +124,7 @@ class Learner:
         batch, of_correction = self._algorithm.add_correction(batch)
         metrics |= of_correction
         if kl_coef > 0:
-            metrics |= self._measure_kl(batch, kl_coef, num_episodes=len(scored))
+            metrics |= self._measure_kl(batch, kl_coef, num_episodes=len(batch["episode"].unique()))
         if "values" in self._algorithm.columns:
             metrics |= critic_metrics(batch)
         return batch, metrics

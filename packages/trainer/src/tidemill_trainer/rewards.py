@@ -72,10 +72,10 @@ def load_reward(function: str) -> RewardFn:
     except ValueError:  # a function of an extension module
         return loaded
     try:
-        parameters.bind(*_ARGUMENTS)
+        parameters.bind(**dict.fromkeys(_ARGUMENTS))
     except TypeError as error:
         raise ConfigError(
-            f"config key reward.function: {function} must accept the arguments ({', '.join(_ARGUMENTS)}), got the "
-            f"parameters {parameters}"
+            f"config key reward.function: {function} must accept the keyword arguments {', '.join(_ARGUMENTS)} (or "
+            f"**kwargs), got the parameters {parameters}"
         ) from error
     return loaded
