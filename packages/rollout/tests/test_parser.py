@@ -139,6 +139,7 @@ def test_nothing_is_a_tool_call_without_tools(family):
         ('I call {"name": "f", "parameters": {}}', ('I call {"name": "f", "parameters": {}}', [])),
         ('{"name": "f"}; {"name": "g"}', ('{"name": "f"}; {"name": "g"}', [])),
         ('{"answer": 42}', ('{"answer": 42}', [])),
+        ('{"name": "Ada", "age": 36}', ('{"name": "Ada", "age": 36}', [])),
         ("42", ("42", [])),
     ],
 )

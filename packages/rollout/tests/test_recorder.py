@@ -297,7 +297,7 @@ def test_every_sampled_token_is_trained_once_whatever_the_client_sends(bpe, data
                 del messages[data.draw(st.integers(0, len(messages) - 2))]
             case "branch":
                 sessions.append(session := session.branch())
-            case "tools":
+            case "tools" if family.call:
                 chat.tools = None if chat.tools else TOOLS
         answer = data.draw(st.sampled_from(["x", "y"]))
         reply = family.reply(answer, reasoning=data.draw(st.sampled_from(["", "why"]))) if family.thinks else answer

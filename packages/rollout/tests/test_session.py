@@ -2,7 +2,9 @@
 
 import asyncio
 
+import numpy as np
 import pytest
+import torch
 from tidemill_rollout import Generation, LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
 
 USER = {"role": "user", "content": "hello"}
@@ -50,6 +52,29 @@ def test_seeds_differ_by_request_and_depend_on_the_session_seed_alone(scripted):
     assert len({*seeds(7), *seeds(8)}) == 6
 
 
+def test_one_seed_for_all_sessions_is_refused(scripted):
+    with pytest.raises(ValueError, match=r"seed=42 .*; pass the seed to session\(\)"):
+        SessionConfig(sampling=SamplingParams(seed=42))
+    with pytest.raises(ValueError, match=r"pass the seed to session\(\)"):
+        scripted("x<|im_end|>").session(sampling=SamplingParams(seed=0))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_session_seed_that_a_request_cannot_have_is_refused(scripted, seed):
+    with pytest.raises(ValueError, match=rf"the seed of a session must be >= 0 and < 2\*\*63, got {seed}"):
+        scripted("x<|im_end|>").session(seed=seed)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor, tuple])
+def test_prompt_of_an_array_or_a_tensor_is_recorded_as_integers(scripted, convert):
+    policy = scripted("x<|im_end|>")
+    session = policy.session()
+    asyncio.run(session.generate(token_ids=convert([5, 6, 7])))
+    (row,) = session.trajectories()
+    assert list(row.token_ids[:3]) == policy.engine.requests[0][0] == [5, 6, 7]
+    assert {type(token) for token in [*row.token_ids, *policy.engine.requests[0][0]]} == {int}
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"frequency_penalty": 0.5}, {"logit_bias": {"1": 2}}],
@@ -67,6 +92,8 @@ def test_sampling_that_training_cannot_account_for_is_refused_in_training_only(s
         ({"text": "hello", "seed": 2**63}, "seed must be >= -2"),
         ({"text": "hello", "top_k": 2**31}, "top_k must be < 2"),
         ({"token_ids": [5, -1]}, "token_ids must be >= 0, got -1"),
+        ({"text": "hello", "stop": ""}, r"stop must contain strings that are not empty, got \[''\]"),
+        ({"text": "hello", "stop": ["a", ""]}, r"stop must contain strings that are not empty, got \['a', ''\]"),
     ],
 )
 def test_number_that_would_crash_the_engine_is_refused_and_the_session_continues(scripted, request_, message):

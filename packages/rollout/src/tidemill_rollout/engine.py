@@ -14,14 +14,18 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum number of new tokens; None leaves it to the limits of the session.
-        temperature: divides the logits; 0 decodes greedily. Log-probs are those at this temperature.
-        top_p, top_k: restrict sampling to the most probable tokens; 1.0 and -1 are off.
+        temperature: divides the logits; 0 decodes greedily. Log-probs are those at this temperature, and for 0 those
+            at 1.
+        top_p, top_k: restrict sampling to the most probable tokens; 1.0 and -1 are off. Log-probs are those of the
+            whole vocabulary, before this restriction.
         stop: strings that end the generation. The text before and of the stop string remains in the tokens.
-        seed: seed of this request, an int64; None lets the engine choose.
+        seed: seed of this request, an int64; None: a random one. SGLang uses it only with
+            `--enable-deterministic-inference`.
         extra: further parameters of the engine, such as penalties, that a trainer cannot reproduce.
 
     Raises:
-        ValueError: the seed or `top_k` does not fit into the engine's integers; SGLang would crash.
+        ValueError: the seed or `top_k` does not fit into the engine's integers, so SGLang would crash; or a stop
+            string is empty.
     """
 
     max_tokens: int | None = None
@@ -37,6 +41,8 @@ class SamplingParams:
             raise ValueError(f"seed must be >= -2**63 and < 2**63, got {self.seed}")
         if not -(2**31) <= self.top_k < 2**31:
             raise ValueError(f"top_k must be < 2**31, got {self.top_k}; -1 turns it off")
+        if not all(self.stop):
+            raise ValueError(f"stop must contain strings that are not empty, got {list(self.stop)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +51,8 @@ class Generation:
 
     Attributes:
         token_ids: the sampled tokens, including the token that ended the generation.
-        log_probs: log-prob of each token under the distribution that it was sampled from.
+        log_probs: log-prob of each token at the sampling temperature (1 for greedy decoding) over the whole vocabulary,
+            before `top_p`, `top_k` and greedy decoding restrict the choice.
         finish_reason: "stop": an end token or a stop string; "length": the limit of new tokens.
         versions: weight versions as runs (version, number of tokens), in order.
         extra: further data of the engine for this request, such as the routed experts of a MoE model.

@@ -40,7 +40,7 @@ class SessionEndedError(RuntimeError):
 
 
 class TemplateError(ValueError):
-    """The chat template rejects the messages."""
+    """The chat template rejects the messages, or ignores the tools or a variable."""
 
 
 def short(value: Any) -> str:

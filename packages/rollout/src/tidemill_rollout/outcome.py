@@ -1,12 +1,10 @@
 """How an episode ended."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from tidemill_rollout.errors import short
 
@@ -69,7 +67,7 @@ def to_outcome(result: Any) -> Outcome:
 
     Args:
         result: a number; a dict with "score" (or "reward") and further entries, of which the numbers become metrics;
-            or an `Outcome`. The entry "acc" is the accuracy.
+            or an `Outcome`. The entry "acc" is the accuracy. A tensor or an array of one element is a number.
 
     Raises:
         TypeError: any other type, or an "acc" that is no number.
@@ -82,19 +80,27 @@ def to_outcome(result: Any) -> Outcome:
     name = next((name for name in ("score", "reward") if name in result), None)
     if name is None:
         raise ValueError(f'a dict that an episode returns requires the key "score", got {short(result)}')
-    metrics = {key: float(value) for key, value in result.items() if key != name and isinstance(value, Real | np.bool_)}
-    if "acc" in result:  # also as a tensor or an array of one element, as the score
+    numbers = {key: _number_or_none(value) for key, value in result.items() if key != name}
+    metrics = {key: number for key, number in numbers.items() if number is not None}
+    if "acc" in result:
         metrics["acc"] = _number(result["acc"], '"acc" of a dict that an episode returns must be a number')
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
 def _number(value: Any, rule: str = 'an episode must return a number, a dict with "score" or an Outcome') -> float:
+    number = _number_or_none(value)
+    if number is None:
+        raise TypeError(f"{rule}, got {short(value)}")
+    return number
+
+
+def _number_or_none(value: Any) -> float | None:
     try:
-        if not isinstance(value, str):
-            return float(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise TypeError(f"{rule}, got {short(value)}")
+        return None if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        return math.inf  # which `Outcome` refuses
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return None
 
 
 def _check_finite(name: str, number: float) -> None:

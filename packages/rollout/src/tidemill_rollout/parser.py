@@ -36,15 +36,18 @@ def parse_hermes(text: str) -> tuple[str, list[tuple[str, str]]]:
 def parse_llama3(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Parse a reply that is one `{"name": ..., "parameters": {...}}`, the format of Llama 3.
 
-    Several calls remain in the text, because the template rejects them.
+    JSON without parameters is an answer and remains in the text. So do several calls, because the template rejects
+    them.
     """
-    call = _call(text.strip().removeprefix("<|python_tag|>"), "parameters", "arguments")
+    call = _call(text.strip().removeprefix("<|python_tag|>"), "parameters", "arguments", may_lack_arguments=False)
     return (text, []) if call is None else ("", [call])
 
 
-def _call(text: str, *keys: str) -> tuple[str, str] | None:
+def _call(text: str, *keys: str, may_lack_arguments: bool = True) -> tuple[str, str] | None:
     value = parse_json(text)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    if not may_lack_arguments and not any(key in value for key in keys):
         return None
     arguments = next((value[key] for key in keys if key in value), {})
     name, text = value["name"], json.dumps(arguments, ensure_ascii=False)
@@ -71,6 +74,11 @@ class ReplyParser:
     def __init__(self, tool_calls: ToolCallParser | None, *, has_reasoning: bool = True) -> None:
         self._tool_calls = tool_calls
         self._has_reasoning = has_reasoning
+
+    @property
+    def parses_tool_calls(self) -> bool:
+        """Whether tool calls are recognized."""
+        return self._tool_calls is not None
 
     def __call__(self, text: str, *, reasoning_is_open: bool, has_tools: bool, call_id: str) -> Message:
         """Return the assistant message of a reply.

@@ -53,9 +53,14 @@ class Policy:
 
         Args:
             id: name of the session, unique in the run; default "session-1", "session-2", ...
-            seed: seed of the session.
+            seed: seed of the session, for the environment and the seeds of the requests; None: random requests.
             changes: fields of `SessionConfig` that differ from those of the policy.
+
+        Raises:
+            ValueError: the seed is negative or does not fit into an int64.
         """
+        if seed is not None and not 0 <= seed < 2**63:
+            raise ValueError(f"the seed of a session must be >= 0 and < 2**63, got {seed}")
         self._num_sessions += 1
         return Session(
             SessionState(

@@ -1,5 +1,6 @@
 """A problem: what an episode starts from."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ class Problem:
     """One problem of a data set.
 
     Attributes:
-        prompt: a text that is encoded without a chat template, or chat messages.
+        prompt: a text that is encoded without a chat template and without adding a BOS, or chat messages.
         ordinal: position in the stream of problems, from 0; the trainer's validation has ordinals of its own.
         id: name in logs and reports; unique in the run.
         data_source: name of the data set; selects metrics, and is passed to reward functions.
@@ -30,5 +31,5 @@ class Problem:
 
     @property
     def messages(self) -> list[Message]:
-        """The prompt as messages; a text is one user message."""
-        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
+        """The prompt as messages, a copy that the episode may change; a text is one user message."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else deepcopy(self.prompt)

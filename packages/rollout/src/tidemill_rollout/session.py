@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
+from operator import index
 from typing import Any
 from urllib.parse import quote
 
@@ -28,12 +29,15 @@ class SessionConfig:
     """Settings of a session.
 
     Attributes:
-        sampling: sampling parameters; `max_tokens` is the default and the maximum of one reply.
+        sampling: sampling parameters without a seed; `max_tokens` is the default and the maximum of one reply.
         context_length: maximum number of tokens of one token sequence, prompt included.
         max_turns: maximum number of replies.
         generate_timeout_s: timeout of one request to the engine.
         is_training: refuse sampling parameters that differ from `sampling` in what changes the distribution, because
             the trainer computes log-probs for `sampling`.
+
+    Raises:
+        ValueError: `sampling` has a seed.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -41,6 +45,10 @@ class SessionConfig:
     max_turns: int = 1000
     generate_timeout_s: float = 600.0
     is_training: bool = True
+
+    def __post_init__(self) -> None:
+        if (seed := self.sampling.seed) is not None:
+            raise ValueError(f"seed={seed} would be that of all requests of all sessions; pass the seed to session()")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +159,11 @@ class Session:
         return self._state.template
 
     @property
+    def parses_tool_calls(self) -> bool:
+        """Whether tool calls of the model are recognized; otherwise they remain in the content."""
+        return self._state.parser.parses_tool_calls
+
+    @property
     def recorder(self) -> Recorder:
         """Record of all turns."""
         return self._state.recorder
@@ -168,15 +181,15 @@ class Session:
 
         Args:
             messages: the whole conversation in OpenAI's format. Recorded replies in it are continued token by token.
-            text: a prompt that is encoded without a chat template.
-            token_ids: a prompt of token ids.
+            text: a prompt that is encoded without a chat template and without adding special tokens such as a BOS.
+            token_ids: a prompt of token ids, also as an array or a tensor.
             tools: tools in OpenAI's format, for `messages`.
             sampling: fields of `SamplingParams` that differ from the session's.
 
         Raises:
             ValueError: not exactly one prompt, malformed messages, negative token ids, or a sampling parameter that
                 training or the engine cannot use.
-            TemplateError: the chat template rejects the messages.
+            TemplateError: the chat template rejects the messages or ignores the tools.
             LimitError: the context length or the number of turns is reached.
             EngineError: the engine failed or timed out.
             SessionEndedError: the episode has ended.
@@ -192,6 +205,7 @@ class Session:
         else:
             ids = state.template.encode(text) if text is not None else token_ids
             assert ids is not None
+            ids = [index(token) for token in ids]
             if (lowest := min(ids, default=0)) < 0:  # SGLang would crash
                 raise ValueError(f"token_ids must be >= 0, got {lowest}")
             prompt = state.recorder.prompt_from_tokens(ids, self._branch)
@@ -203,7 +217,7 @@ class Session:
         state.limit = None
         number = state.num_requests
         own = state.config.sampling
-        if "seed" not in changes and own.seed is None and state.seed is not None:
+        if "seed" not in changes and state.seed is not None:
             changes["seed"] = request_seed(state.seed, number)
         params = replace(own, **changes)
         state.num_requests += 1
@@ -344,10 +358,10 @@ class Session:
             ]
             if refused:
                 values = ", ".join(f"{name}={given[name]!r}" for name in refused)
-                expected = f"temperature={own.temperature:g}, top_p={own.top_p:g}, top_k={own.top_k}"
+                run = f"temperature={own.temperature:g}, top_p={own.top_p:g}, top_k={own.top_k}"
                 raise ValueError(
-                    f"the trainer computes log-probs for {expected} and cannot account for {values}; remove it from "
-                    "the request, or change the sampling parameters of the run"
+                    "the trainer computes log-probs at the run's temperature over the whole vocabulary and cannot "
+                    f"account for {values}; remove it from the request, or change the parameters of the run ({run})"
                 )
         changes = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
         if isinstance(stop := changes.get("stop"), str):

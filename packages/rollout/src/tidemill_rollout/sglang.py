@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ _ABORT_INTERVAL_S = 0.01
 
 class SGLangServer:
     """A server that was started with `python -m sglang.launch_server`. Use it with `async with`, or call `close`.
+
+    Its weights must not change while requests run: all tokens of a reply get the version that SGLang reports at its
+    end. `SGLangEngine.interrupt` is for weight updates during requests.
 
     Args:
         url: address of the server, such as "http://127.0.0.1:30000".
@@ -159,18 +163,20 @@ class SGLangEngine:
 
 
 def sglang_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return SGLang's `sampling_params`."""
+    """Return SGLang's `sampling_params`.
+
+    A request without a seed gets a random one: for deterministic inference, SGLang would use 42 for all of them.
+    """
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "sampling_seed": secrets.randbits(31) if sampling.seed is None else sampling.seed,
         **sampling.extra,
     }
     if sampling.stop:
         params["stop"] = list(sampling.stop)
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
     return params
 
 

@@ -1,6 +1,7 @@
 """A model's chat template: the text of a conversation, and the tokens that follow a sampled reply."""
 
 import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from tidemill_rollout.engine import Generation
 from tidemill_rollout.errors import TemplateError
 from tidemill_rollout.fork import Fork, fork
 from tidemill_rollout.messages import Message, clean_message, for_template
+from tidemill_rollout.template_variables import variables
 
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
@@ -31,6 +33,9 @@ class ChatTemplate:
         keep_reasoning: what happens where the template removes the reasoning of earlier replies (Qwen3 does so when the
             next user message comes). False: follow the template, with a new token sequence for the shortened history.
             True: continue the tokens as they were sampled.
+
+    Raises:
+        TemplateError: the template does not use one of `kwargs`.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class ChatTemplate:
         added = tokenizer.added_tokens_decoder.items()
         self._encode = functools.lru_cache(_NUM_CACHED_PROMPTS)(self._encode_uncached)
         self._special = {token.content: id for id, token in added if token.special and token.content}
+        self._check_kwargs()
 
     @property
     def source(self) -> str | None:
@@ -57,7 +63,7 @@ class ChatTemplate:
         return template
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that contains its special tokens.
+        """Return the token ids of a text that contains its special tokens; none is added, not even a BOS.
 
         Raises:
             ValueError: the text contains half of a surrogate pair, which UTF-8 cannot represent.
@@ -82,13 +88,18 @@ class ChatTemplate:
         """Return the template's text of a conversation.
 
         Raises:
-            TemplateError: the tokenizer has no template, or the template rejects the messages.
+            TemplateError: the tokenizer has no template, or the template rejects the messages or ignores the tools.
         """
         source = self.source
         if source is None:
             raise TemplateError(
                 "messages require a chat template, and the tokenizer has none: set tokenizer.chat_template, or pass "
                 "text= or token_ids= instead of messages"
+            )
+        if tools and (names := self._variables(source)) is not None and "tools" not in names:
+            raise TemplateError(
+                f"the chat template ignores tools, and the request has {len(tools)}; describe them in a message, or "
+                "set a tokenizer.chat_template that uses them"
             )
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[return-value]
@@ -201,6 +212,24 @@ class ChatTemplate:
         if last in self._special.values() and (opens_next or (generation.finish_reason == "stop" and closing)):
             ids = ids[1:]
         return ids, after
+
+    def _variables(self, source: str) -> frozenset[str] | None:
+        """Return the variables of a template; None if the tokenizer may use others."""
+        is_own = type(self.tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        return None if is_own or "chat_template" in self._kwargs else variables(source)
+
+    def _check_kwargs(self) -> None:
+        template: Any = self.tokenizer.chat_template
+        sources = [] if template is None else list(template.values()) if isinstance(template, Mapping) else [template]
+        found = [self._variables(source) for source in sources]
+        known = {name for names in found if names is not None for name in names}
+        known_to_transformers = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        unknown = sorted(self._kwargs.keys() - known - known_to_transformers.keys())
+        if unknown and found and None not in found:
+            raise TemplateError(
+                f"the chat template does not use {', '.join(unknown)}; its variables are {', '.join(sorted(known))}; "
+                "correct or remove these template_kwargs"
+            )
 
     def _drops_reasoning(self, messages: Sequence[Message], tools: Any, text: str) -> bool:
         """Return whether `text`, the template's text of a conversation, is the same without the last reasoning."""

@@ -10,7 +10,6 @@ import pytest
 from tidemill_rollout import Policy, Problem, ReplyParser, SessionConfig
 from tidemill_rollout.episodes import tool_loop
 from tidemill_rollout.episodes.tool import Tool
-from tidemill_rollout.parser import parse_hermes
 
 PROBLEM = Problem(prompt="what is the answer", ground_truth="42")
 
@@ -54,12 +53,11 @@ def leave(code: int) -> str:
 
 
 @pytest.fixture
-def chat(scripted):
+def chat(scripted_tools):
     """`chat(*replies, tools=..., **options)`: result of a tool loop, and the messages of its last turn."""
 
     def play(*texts, tools=(multiply, lookup, leave), timeout_s=float("inf"), config=None, **options):
-        policy: Policy = scripted(*texts, config=config)
-        policy.parser = ReplyParser(parse_hermes)
+        policy: Policy = scripted_tools(*texts, config=config)
         sessions = []
 
         async def episode(problem, session):
@@ -179,7 +177,7 @@ def test_conversation_without_an_answer_is_truncated_with_its_counts(chat):
 
 
 def test_context_limit_truncates_with_the_counts_so_far(chat):
-    result, _ = chat(call_text("multiply", {"x": 1}), config=SessionConfig(context_length=120))
+    result, _ = chat(call_text("multiply", {"x": 1}), config=SessionConfig(context_length=900))
     assert result.outcome.status == "truncated"
     assert result.outcome.reason.startswith("length: ")
     assert result.outcome.metrics["num_tool_calls"] >= 1.0
@@ -232,3 +230,12 @@ def test_functions_that_cannot_be_tools_are_refused_with_their_name():
 def test_two_tools_with_one_name_are_refused():
     with pytest.raises(ValueError, match=r"different names, got \['multiply', 'multiply'\]"):
         tool_loop([multiply, multiply], exact)
+
+
+def test_policy_that_parses_no_tool_calls_is_refused(scripted_tools):
+    policy = scripted_tools("42<|im_end|>")
+    policy.parser = ReplyParser(None)
+    outcome = asyncio.run(policy.run(tool_loop([multiply], exact), PROBLEM)).outcome
+    assert outcome.status == "environment_error"
+    assert "tool_loop requires a parser of the model's tool calls" in outcome.reason
+    assert policy.engine.requests == []

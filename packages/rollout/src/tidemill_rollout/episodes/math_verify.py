@@ -24,8 +24,9 @@ _START_TIMEOUT_S = 120.0
 class MathVerify:
     """A reward function: 1.0 if the answer in a reply equals the ground truth mathematically, else 0.0.
 
-    math-verify limits its time with signals, which only a main thread receives. It runs in one process, which the first
-    call starts, and which is replaced after a crash or a timeout; only the episode that caused it fails.
+    math-verify stops a comparison after 5 s, and the reply scores 0.0. For that it uses signals, which only a main
+    thread receives. It runs in one process, which the first call starts, and which is replaced after a crash or a
+    timeout; only the episode that caused it fails.
 
     Args:
         timeout_s: time limit for one answer.

@@ -18,7 +18,8 @@ def tool_loop(
     """Return the episode that lets the model call functions, and scores the first reply without a call.
 
     Unknown functions, arguments that do not fit, exceptions and timeouts of a function are returned to the model as
-    text. The metrics are `num_tool_calls` and `num_tool_errors`.
+    text. The metrics are `num_tool_calls` and `num_tool_errors`. A policy that does not parse the tool calls of its
+    model is refused.
 
     Args:
         tools: functions with type hints and a Google-style docstring (see `Tool`). Without `async`, each call has a
@@ -43,6 +44,11 @@ def tool_loop(
         return await by_name[name](call["function"]["arguments"], tool_timeout_s)
 
     async def episode(problem: Problem, session: Session) -> Outcome:
+        if not session.parses_tool_calls:
+            raise ValueError(
+                "tool_loop requires a parser of the model's tool calls, and the chat template has an unknown format; "
+                "set policy.parser = ReplyParser(...) with one"
+            )
         messages = problem.messages
         num_calls = num_errors = 0
         outcome = truncated("turns", f"no answer within {max_turns} turns")
