@@ -125,6 +125,9 @@ def test_missing_log_probability_is_an_error_and_ignored_where_masked():
         ({"rollout_is_threshold": 2.0}, "rollout_is_threshold=2.0 has no effect without rollout_is; drop it"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0 has no effect without rollout_rs; drop it"),
         ({"rollout_is": "token", "rollout_is_threshold_lower": 3.0}, "_lower must be between 0 and rollout_is_thresh"),
+        ({"rollout_is": "token", "rollout_is_threshold": math.nan}, "rollout_is_threshold must be > 0, got nan"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": math.nan}, "rollout_rs_threshold must be > 0, got nan"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": math.nan}, "rollout_rs_threshold must be > 0, got nan"),
         ({"rollout_rs": "seq_mean_k1"}, "requires rollout_rs_threshold"),
         ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.0}, "must be one of token_k1, .*got 'geometric'"),
         (

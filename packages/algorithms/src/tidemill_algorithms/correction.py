@@ -185,7 +185,7 @@ def _check_rejection(rule: str | None, upper: float | None, lower: float | None,
 
 
 def _check_bounds(name: str, upper: float, lower: float | None) -> None:
-    if upper <= 0:
+    if not upper > 0:  # NaN, too
         raise ValueError(f"{name} must be > 0, got {upper}")
     if lower is not None and not 0 < lower < upper:
         raise ValueError(f"{name}_lower must be between 0 and {name}, got {lower} and {upper}")
