@@ -91,6 +91,15 @@ def test_tokens_of_older_weights_require_a_correction(config_file):
             'used by adv_estimator "grpo"',
         ),
         (["clip_ratio_low=-0.2"], r"config key algorithm\.clip_ratio_low must be >= 0, got -0\.2"),
+        (["adv_estimator=vapo", "lam_alpha=-1.0"], r"algorithm\.lam_alpha must be > 0, got -1\.0"),
+        (["adv_estimator=vapo", "lam_critic=2.0"], r"algorithm\.lam_critic must be <= 1, got 2\.0"),
+        (["policy_loss=sapo", "tau_pos=-1.0"], r"algorithm\.tau_pos must be > 0, got -1\.0"),
+        (["policy_loss=sapo", "tau_neg=inf"], r"algorithm\.tau_neg must be a finite number, got inf"),
+        (["policy_loss=dppo_tv", "ratio_cap=0.5"], r"algorithm\.ratio_cap must be > 1, got 0\.5"),
+        (["policy_loss=dppo_tv", "divergence_low=-1.0"], r"algorithm\.divergence_low must be >= 0, got -1\.0"),
+        (["policy_loss=dppo_tv", "divergence_high=-1.0"], r"algorithm\.divergence_high must be >= 0, got -1\.0"),
+        (["policy_loss=geo_mean", "clip_ratio_low=1.0"], r"algorithm\.clip_ratio_low must be < 1, got 1\.0"),
+        (["rollout_is=token", "rollout_is_threshold=nan"], r"rollout_is_threshold must be > 0, got nan"),
         (["clip_ratio_high=wide"], r"config key algorithm\.clip_ratio_high must be a valid number, got 'wide'"),
         (["norm_adv_by_std_in_grpo=1"], r"algorithm\.norm_adv_by_std_in_grpo must be a valid boolean, got 1"),
         (["rollout_is_threshold=2.0"], r"section algorithm: rollout_is_threshold=2.0 has no effect without rollout_is"),
@@ -104,6 +113,22 @@ def test_tokens_of_older_weights_require_a_correction(config_file):
 def test_invalid_algorithm_is_refused_with_the_remedy(algorithm, overrides, message):
     with pytest.raises(ConfigError, match=message):
         algorithm(*overrides)
+
+
+def test_bound_of_cispo_that_is_no_bound_is_accepted(algorithm):
+    assert algorithm("policy_loss=cispo", "clip_ratio_low=1.0").loss.options == {"clip_ratio_low": 1.0}
+
+
+@pytest.mark.parametrize("name", sorted({*ADV_ESTIMATORS} - {"none"}))
+def test_estimators_without_advantages_for_one_response_are_those_that_require_several(batch, name):
+    mask = batch["response_mask"]
+    tokens = {each: ragged.like(torch.rand(6), mask) for each in ("values", "teacher_log_prob", "old_log_probs")}
+    rows = {"reward_components": torch.rand(3, 2), "baseline_rewards": torch.rand(3)}
+    alone = DataProto.from_dict(
+        {**tokens, **rows, "response_mask": mask, "rewards": batch["rewards"]}, {"uid": [*"abc"]}
+    )
+    has_none = not ragged.values(ADV_ESTIMATORS[name](alone)["advantages"]).any()
+    assert has_none == (AlgorithmConfig(adv_estimator=name).compares_responses is not None)
 
 
 _USER_CODE = """

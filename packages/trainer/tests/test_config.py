@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 from tidemill_engines.megatron.config import MegatronConfig
 from tidemill_trainer.config_file import ConfigError, load_config, save_config
@@ -12,7 +14,7 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("optimizer.lr=fast", r"optimizer\.lr must be a valid number, got 'fast'"),
         ("rollout.n=true", r"rollout\.n must be a valid integer, got True"),
         ("rollout.n='8'", r"rollout\.n must be a valid integer, got '8'"),
-        ("rollout.n=1", r"rollout\.n must be >= 2 \(GRPO compares the responses to one prompt\), got 1"),
+        ("rollout.n=0", r"rollout\.n must be >= 1, got 0"),
         ("actor.ppo_mini_batch_size=-4", r"actor\.ppo_mini_batch_size must be >= 1, got -4"),
         ("actor.ppo_mini_batch_size=65", r"^actor\.ppo_mini_batch_size must be <= data\.train_batch_size=64, got 65"),
         ("trainer.max_ckpt_to_keep=0", r"trainer\.max_ckpt_to_keep must be >= 1, got 0"),
@@ -43,6 +45,11 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("warmup.lr=-1", r"warmup\.lr must be >= 0, got -1"),
         ("warmup.lr=inf", r"warmup\.lr must be a finite number, got inf"),
         ("optimizer.lr=inf", r"^optimizer\.lr must be a finite number, got inf"),
+        ("critic.optimizer.lr=inf", r"critic\.optimizer\.lr must be a finite number, got inf"),
+        (
+            "optimizer.total_steps=9",
+            r"optimizer: OptimizerConfig\.total_steps has no effect with lr_scheduler 'constant'",
+        ),
         ("warmup.until_accuracy=2", r"warmup\.until_accuracy must be <= 1, got 2"),
         ("trainer.stop_at_accuracy=90", r"trainer\.stop_at_accuracy must be <= 1, got 90"),
         ("trainer.stop_at_accuracy=nan", r"trainer\.stop_at_accuracy must be .*, got nan"),
@@ -86,6 +93,32 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
 def test_invalid_value_is_rejected_with_key_expectation_and_value(config_file, override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(config_file, [override])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gdpo", "reinforce_plus_plus_baseline"])
+def test_one_response_per_prompt_is_refused_by_what_compares_responses(config_file, name):
+    one = ["rollout.n=1", f"algorithm.adv_estimator={name}"]
+    with pytest.raises(ConfigError, match=rf'^rollout\.n must be >= 2 with algorithm\.adv_estimator="{name}", which'):
+        load_config(config_file, one)
+
+
+@pytest.mark.parametrize("name", ["gae", "vapo", "reinforce_plus_plus", "remax", "opd", "none", "mine.py:estimate"])
+def test_one_response_per_prompt_is_accepted_by_other_estimators(config_file, name):
+    one = ["rollout.n=1", f"algorithm.adv_estimator={name}"]
+    assert load_config(config_file, one).rollout.n == 1
+    if name == "opd":  # whose second part is the advantage of GRPO
+        with pytest.raises(ConfigError, match=r'^rollout\.n must be >= 2 with algorithm\.adv_estimator="opd", which'):
+            load_config(config_file, [*one, "algorithm.opd_task_coef=0.5"])
+    with pytest.raises(ConfigError, match=r'^rollout\.n must be >= 2 with algorithm\.filter_groups="score", which'):
+        load_config(config_file, [*one, "algorithm.filter_groups=score"])
+
+
+def test_other_keys_of_the_critic_optimizer_keep_its_learning_rate(config_file, tmp_path):
+    config = load_config(config_file, ["critic.optimizer.weight_decay=0.0"])
+    assert (config.critic.optimizer.lr, config.critic.optimizer.weight_decay) == (1e-5, 0.0)
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config == pickle.loads(pickle.dumps(config))
+    assert load_config(config_file, ["critic.optimizer.lr=1e-6"]).critic.optimizer.lr == 1e-6
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

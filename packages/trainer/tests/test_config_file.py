@@ -19,6 +19,34 @@ def test_overrides_replace_values_of_the_file_and_keep_types(config_file):
     assert load_config(config_file, ["trainer.name=2026-01-05"]).trainer.name == "2026-01-05"
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "rollout.engine_args.disable_radix_cache=False",
+            "write false, or write 'rollout.engine_args.disable_radix_cache=",
+        ),
+        ("algorithm.bypass_mode=True", "got True; write true, or write 'algorithm.bypass_mode=\"True\"' for the text"),
+        (
+            "trainer.checkpoint_dir=none",
+            "got none; leave the key out for its default, or write 'trainer.checkpoint_dir=",
+        ),
+        ("rollout.engine_args.quantization=None", "got None; leave the key out"),
+        ("model.lora= null", "got null; leave the key out"),
+    ],
+)
+def test_words_of_python_and_json_are_refused_on_the_command_line(config_file, override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(config_file, [override])
+
+
+def test_word_none_is_accepted_in_quotes_and_as_the_name_of_an_estimator(config_file):
+    quoted = ["trainer.checkpoint_dir='none'", 'rollout.engine_args.moe_a2a_backend="none"']
+    config = load_config(config_file, [*quoted, "algorithm.adv_estimator=none"])
+    assert (config.trainer.checkpoint_dir, config.algorithm.adv_estimator) == ("none", "none")
+    assert config.rollout.engine_args == {"moe_a2a_backend": "none"}
+
+
 def test_later_files_and_arguments_replace_earlier_keys(config_file, tmp_path):
     preset = tmp_path / "preset.toml"
     preset.write_text("[rollout]\nn = 4\n[algorithm]\nclip_ratio_high = 0.3\n")

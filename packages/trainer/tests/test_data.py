@@ -239,6 +239,15 @@ def test_warm_up_columns_are_prompt_response_and_end_token(tmp_path, tokenizer):
         with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)
 
 
+def test_warm_up_on_a_text_after_messages_ends_as_the_template_ends_a_reply(tmp_path):
+    tokenizer = chat_tokenizer(PIECES)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    prompts = [[{"role": "user", "content": "ab"}], "ab"]
+    file = _write(tmp_path / "t.jsonl", [{"prompt": prompt, "response": "c"} for prompt in prompts])
+    batch = with_responses(load_prompts([file], tokenizer, DataConfig())[0], tokenizer)
+    assert [tokenizer.decode(row) for row in batch["responses"].unbind()] == ["c<|im_end|>", "c<|endoftext|>"]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_warm_up_on_messages_trains_on_the_replies_alone(tmp_path, suffix):
     tokenizer = chat_tokenizer(PIECES)

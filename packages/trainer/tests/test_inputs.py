@@ -30,7 +30,7 @@ def test_warm_up_requires_a_response_in_every_row(assets, progress, tmp_path):
 def test_exact_match_requires_a_ground_truth_in_every_row(assets, progress, tmp_path):
     rows = [{"prompt": "1+1=", "ground_truth": "2", "response": "2"}, {"prompt": "1+2=", "response": "3"}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text("def f(*_): return 1.0\n")
+    (tmp_path / "mine.py").write_text("def f(**_): return 1.0\n")
     file = f'data.train_files=["{tmp_path / "t.jsonl"}"]'
     with pytest.raises(DataError, match=r"t\.jsonl, row 2: expected a `ground_truth`"):
         _load(assets, progress, file)
@@ -88,3 +88,24 @@ def test_suspicious_sizes_are_warned_about(assets, progress, terminal, tmp_path)
     assert "optimizer.lr_warmup_steps=20 is larger than the 16 optimizer steps" in terminal.getvalue()
     assert "actor.ppo_mini_batch_size=32 does not divide data.train_batch_size=100" in terminal.getvalue()
     assert "the last optimizer step of each epoch has 4 prompts" in terminal.getvalue()
+
+
+def test_schedules_that_end_before_the_run_are_warned_about(assets, progress, terminal):
+    steps = ["trainer.total_steps=10", "actor.ppo_mini_batch_size=32", "data.train_batch_size=64", "actor.ppo_epochs=3"]
+    policy = ["optimizer.total_steps=47", "optimizer.min_lr_ratio=0.0", "optimizer.lr_warmup_steps=0"]
+    critic = ["critic.warmup_steps=2", "critic.optimizer.lr_scheduler=cosine", "critic.optimizer.total_steps=19"]
+    _load(assets, progress, *steps, *policy, "algorithm.adv_estimator=gae", *critic)
+    shown = " ".join(terminal.getvalue().split())
+    assert "optimizer.total_steps=47 is less than the 48 optimizer steps of the run: the learning rate is 0 in" in shown
+    assert "critic.optimizer.total_steps=19 is less than the 20 optimizer steps" in shown
+    terminal.truncate(0)
+    enough = ["optimizer.total_steps=48", "critic.optimizer.total_steps=19", "critic.optimizer.min_lr_ratio=0.1"]
+    _load(assets, progress, *steps, *policy, "algorithm.adv_estimator=gae", *critic, *enough)
+    assert "optimizer steps of the run" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("warmup_steps", "warns"), [(9, False), (10, True)])
+def test_policy_that_is_never_trained_is_warned_about(assets, progress, terminal, warmup_steps, warns):
+    steps = ["trainer.total_steps=10", f"critic.warmup_steps={warmup_steps}", "optimizer.lr_warmup_steps=0"]
+    _load(assets, progress, *steps, "algorithm.adv_estimator=gae")
+    assert ("critic.warmup_steps=10 is not less than trainer.total_steps=10" in terminal.getvalue()) is warns

@@ -172,6 +172,14 @@ def test_column_of_a_loss_that_the_update_does_not_have_is_refused(check, loss, 
             r"overlong_buffer_len is not supported with adv_estimator=\"remax\"",
         ),
         (["algorithm.adv_estimator=gdpo"], r"algorithm\.reward_components: \"gdpo\" requires it"),
+        (
+            [
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.reward_components=['a','b']",
+                "algorithm.gdpo_reward_weights=[1]",
+            ],
+            r"algorithm\.gdpo_reward_weights must have one weight for each of the 2 .*reward_components, got 1",
+        ),
         (["algorithm.reward_components=['acc']"], r"other estimators do not use it; got adv_estimator=\"grpo\""),
     ],
 )

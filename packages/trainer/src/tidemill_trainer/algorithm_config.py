@@ -18,6 +18,8 @@ _REQUIRED = {
     "max_num_gen_batches": "filter_groups",
     "overlong_penalty_factor": "overlong_buffer_len",
 }
+_COMPARING = frozenset({"gdpo", "grpo", "opo", "reinforce_plus_plus_baseline", "rloo"})
+"""Estimators whose advantages are 0 for the only response to a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,14 @@ class AlgorithmConfig:
         if self.bypass_mode and self.loss_denominator is not None:
             raise ValueError("loss_denominator has no effect with bypass_mode, whose denominators count all tokens")
 
+    @property
+    def compares_responses(self) -> str | None:
+        """The setting that compares the responses to a prompt, such as 'adv_estimator="grpo"'; None without one."""
+        if self.filter_groups is not None:
+            return f'filter_groups="{self.filter_groups}"'
+        has_task = self.adv_estimator == "opd" and bool(self.options.get("opd_task_coef"))  # an advantage of GRPO
+        return f'adv_estimator="{self.adv_estimator}"' if has_task or self.adv_estimator in _COMPARING else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
@@ -106,13 +116,20 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """The optimizer of the critic, with another default learning rate."""
+
+    lr: NotNegative = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig:
     """The value model of the estimators "gae" and "vapo", trained on the same batches as the policy.
 
     Attributes:
         path: folder of the model, whose head is replaced by one output that starts at zero, unless it has one. None:
             the policy before the first step of reinforcement learning.
-        optimizer: optimizer of the critic, as the section `optimizer`.
+        optimizer: optimizer of the critic, as the section `optimizer`, but with 1e-5 as the default of `lr`.
         cliprange_value: values may change by this much in a step before their loss is clipped.
         ppo_epochs: passes over the batch.
         warmup_steps: number of steps at the beginning of reinforcement learning that train only the critic.
@@ -121,7 +138,7 @@ class CriticConfig:
     """
 
     path: str | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     cliprange_value: Positive = 0.5
     ppo_epochs: Count = 1
     warmup_steps: CountOrZero = 0

@@ -6,18 +6,28 @@ from functools import partial, update_wrapper
 from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from tidemill_algorithms import ADV_ESTIMATORS, POLICY_LOSSES, rollout_correction
 
-from tidemill_trainer.config_types import Fraction, NotNegative
+from tidemill_trainer.config_types import Fraction, NotNegative, Positive
 
-_RANGES: Mapping[str, Any] = {  # types with a range, in place of the annotations of tidemill-algorithms
+_RANGES: Mapping[str, Any] = {
     "clip_ratio_low": Fraction,
     "clip_ratio_high": NotNegative,
     "clip_ratio_c": Annotated[float, Field(gt=1)],
     "gamma": Fraction,
     "lam": Fraction,
+    "lam_critic": Fraction,
+    "lam_alpha": Positive,
+    "tau_pos": Annotated[FiniteFloat, Field(gt=0)],
+    "tau_neg": Annotated[FiniteFloat, Field(gt=0)],
+    "divergence_low": NotNegative,
+    "divergence_high": NotNegative,
+    "ratio_cap": Annotated[float, Field(gt=1)],
+    "geo_mean.clip_ratio_low": Annotated[float, Field(ge=0, lt=1)],
 }
+"""Types with a range by option, in place of the annotations of tidemill-algorithms; "function.option": of one function.
+"""
 
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "adv_estimator": ADV_ESTIMATORS,
@@ -47,7 +57,8 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     names = code.__globals__ if inspect.isfunction(code) else {}
     types = get_type_hints(SimpleNamespace(__annotations__=annotations), names, include_extras=True)
     if str(names.get("__name__")).startswith("tidemill_algorithms."):
-        types |= {name: _RANGES[name] for name in types.keys() & _RANGES.keys()}
+        own = f"{code.__name__}."
+        types = {name: _RANGES.get(own + name, _RANGES.get(name, kind)) for name, kind in types.items()}
     return types
 
 

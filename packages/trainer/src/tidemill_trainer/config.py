@@ -22,11 +22,6 @@ from tidemill_trainer.placement import PlacementConfig, against_turns
 from tidemill_trainer.run_config import BaseDataConfig, BaseTrainerConfig, RunConfig, WorkersConfig, require
 
 
-def _group_size(n: int) -> int:
-    require(n >= 2, "must be >= 2 (GRPO compares the responses to one prompt)")
-    return n
-
-
 def _top_k(k: int) -> int:
     require(k == -1 or k >= 1, "must be >= 1, or -1 for all tokens")
     return k
@@ -57,7 +52,7 @@ class RolloutConfig:
     """Generation with SGLang.
 
     Attributes:
-        n: responses per prompt (the group size of GRPO).
+        n: responses per prompt (the group size of GRPO); at least 2 for estimators that compare them.
         temperature, top_p, top_k: sampling parameters of training rollouts; validation decodes greedily.
         response_length: maximum number of new tokens of a reply. All tokens of an episode, with the prompt and what
             tools returned, are at most `data.max_prompt_length + rollout.response_length`.
@@ -89,7 +84,7 @@ class RolloutConfig:
         max_restarts: how many engines that died may be started again during the run; one more ends it.
     """
 
-    n: Annotated[int, AfterValidator(_group_size)] = 8
+    n: Count = 8
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
@@ -197,7 +192,8 @@ class WarmupConfig:
     Attributes:
         max_steps: maximum number of steps; 0 disables the warm-up.
         batch_size: rows per step.
-        lr: learning rate of the warm-up. The optimizer is reset before reinforcement learning.
+        lr: learning rate of the warm-up, constant after `optimizer.lr_warmup_steps` steps, in which it rises. The
+            optimizer is reset before reinforcement learning.
         test_freq: validate every `test_freq` steps; 0 validates only after the last step.
         until_accuracy: stop the warm-up at the first validation with at least this held-out accuracy.
     """
@@ -294,7 +290,11 @@ class Config(RunConfig):
         )
         missing = against_turns(self)
         require(self.placement.engines != "turns" or missing is None, f'placement.engines="turns" requires {missing}')
-        rollout = self.rollout
+        rollout, comparing = self.rollout, self.algorithm.compares_responses
+        require(
+            rollout.n >= 2 or comparing is None,
+            f"rollout.n must be >= 2 with algorithm.{comparing}, which compares responses to a prompt, got {rollout.n}",
+        )
         require(
             rollout.quantization is None or (rollout.dtype == "bfloat16" and rollout.device != "cpu"),
             'rollout.quantization="fp8" requires rollout.dtype="bfloat16" and GPUs, got '

@@ -33,6 +33,10 @@ _SYMBOLS = {  # from pydantic's messages to shorter ones
     "greater than": ">",
     "less than": "<",
 }
+_NOT_TOML = {  # words of Python and JSON, and what to do instead
+    "True": "write true",
+    "False": "write false",
+} | dict.fromkeys(("None", "none", "null"), "leave the key out for its default")
 
 
 class ConfigError(ValueError):
@@ -245,7 +249,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"expected an argument of the form section.key=value, got {override!r}")
-    value = _toml_value(text)
+    value = _value(key, text)
     table = data
     for name in names[:-1]:
         table = table.setdefault(name, {})
@@ -324,6 +328,18 @@ def _array_hint(where: str, value: Any) -> str:
     texts = [text.strip() for text in value.strip().removeprefix("[").removesuffix("]").split(",")]
     items = ", ".join(json.dumps(_toml_value(text), default=str) for text in texts if text)
     return f"{shlex.quote(f'{where}=[{items}]')} on the command line; the outer quotes protect the inner ones"
+
+
+def _value(key: str, text: str) -> Any:
+    """Return the value of an argument. Words of Python and JSON would be texts in TOML, and "False" is a true value."""
+    word = text.strip()
+    remedy = _NOT_TOML.get(word)
+    if remedy is None or (key, word) == ("algorithm.adv_estimator", "none"):
+        return _toml_value(text)
+    quoted = shlex.quote(f'{key}="{word}"')
+    raise ConfigError(
+        f"config key {key}: expected a value in TOML, got {word}; {remedy}, or write {quoted} for the text"
+    )
 
 
 def _toml_value(text: str) -> Any:

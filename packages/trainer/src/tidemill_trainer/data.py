@@ -13,7 +13,7 @@ from tidemill_rollout import ChatTemplate, Problem, Trajectory, demonstration
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
-from tidemill_trainer.sft.example import Example, to_batch
+from tidemill_trainer.sft.example import Example, end_of_reply, to_batch
 
 _PROBLEM_COLUMNS = ("prompt", "data_source", "ground_truth", "extra_info", "tools")
 """Object columns of a batch of `load_prompts` that are attributes of a `Problem`."""
@@ -160,13 +160,16 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
         DataError: a row has no `response`.
     """
     examples = []
-    for prompt, response in zip(batch["prompts"].unbind(), batch.non_tensor_batch["response"], strict=True):
+    columns = batch.non_tensor_batch
+    is_chat = [isinstance(prompt, list) for prompt in columns["prompt"]]
+    end = end_of_reply(tokenizer) if any(is_chat) else None
+    for ids, has_messages, response in zip(batch["prompts"].unbind(), is_chat, columns["response"], strict=True):
         if response is None:
             raise DataError("the warm-up requires a `response` in every row; add it, or set warmup.max_steps=0")
         if isinstance(response, Trajectory):
             examples.append(Example.of_trajectory(response))
         else:
-            examples.append(Example.of_text(prompt.tolist(), response, tokenizer))
+            examples.append(Example.of_text(ids.tolist(), response, tokenizer, end=end if has_messages else None))
     return to_batch(examples)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill_dataproto import DataProto
+from tidemill_engines.config import OptimizerConfig
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import Config
@@ -70,8 +71,7 @@ def load_inputs(config: Config, progress: Progress, *, has_training: bool = True
 
 def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> None:
     """Warn about valid but suspicious settings."""
-    prompts, optimizer = config.data.train_batch_size, config.optimizer
-    files = config.data.train_files
+    prompts, files = config.data.train_batch_size, config.data.train_files
     if len({*files}) < len(files):
         progress.warn("data.train_files has a file more than once: each step may contain its problems several times")
     if common := sorted({*files} & {*config.data.val_files}):
@@ -87,12 +87,34 @@ def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> 
             f"actor.ppo_mini_batch_size={size} does not divide data.train_batch_size={prompts}: the last optimizer "
             f"step of each epoch has {prompts % size} prompts, and the same learning rate"
         )
-    per_step = config.actor.ppo_epochs * (1 if size is None else -(-prompts // size))
-    num_steps = config.trainer.total_steps * per_step
+    total, without_policy = config.trainer.total_steps, config.critic.warmup_steps
+    if without_policy >= total:
+        progress.warn(
+            f"critic.warmup_steps={without_policy} is not less than trainer.total_steps={total}: the policy is never "
+            "trained"
+        )
+    mini_batches = 1 if size is None else -(-prompts // size)
+    num_steps = max(total - without_policy, 0) * config.actor.ppo_epochs * mini_batches
+    _warn_about_schedule("optimizer", config.optimizer, num_steps, progress)
+    num_steps = total * config.critic.ppo_epochs * mini_batches
+    _warn_about_schedule("critic.optimizer", config.critic.optimizer, num_steps, progress)
+
+
+def _warn_about_schedule(key: str, optimizer: OptimizerConfig, num_steps: int, progress: Progress) -> None:
+    """Warn about a learning rate that does not reach its peak or that is 0 before the end of the run.
+
+    A schedule that is longer than the run is not warned about, nor one that ends above 0.
+    """
     if optimizer.lr_warmup_steps > num_steps:
         progress.warn(
-            f"optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is larger than the {num_steps} optimizer steps of "
-            "the run: the learning rate never reaches optimizer.lr"
+            f"{key}.lr_warmup_steps={optimizer.lr_warmup_steps} is larger than the {num_steps} optimizer steps of "
+            f"the run: the learning rate never reaches {key}.lr"
+        )
+    end = optimizer.total_steps
+    if end is not None and end < num_steps and optimizer.min_lr_ratio == 0:
+        progress.warn(
+            f"{key}.total_steps={end} is less than the {num_steps} optimizer steps of the run: the learning rate is 0 "
+            f"in the last {num_steps - end}; raise it, or set {key}.min_lr_ratio"
         )
 
 

@@ -60,6 +60,12 @@ def check_roles(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             'config key algorithm.reward_components: "gdpo" requires it, and other estimators do not use it; got '
             f'adv_estimator="{algorithm.adv_estimator}" and {list(algorithm.reward_components)}'
         )
+    weights, number = algorithm.options.get("gdpo_reward_weights"), len(algorithm.reward_components)
+    if algorithm.adv_estimator == "gdpo" and weights is not None and len(weights) != number:
+        raise ConfigError(
+            f"config key algorithm.gdpo_reward_weights must have one weight for each of the {number} "
+            f"algorithm.reward_components, got {len(weights)}"
+        )
     _check_advantages(algorithm)
     by_reward = columns.isdisjoint({"reward_components", "baseline_rewards", "teacher_log_prob"})
     by_reward &= algorithm.adv_estimator != "none"

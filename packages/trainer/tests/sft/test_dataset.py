@@ -100,6 +100,17 @@ def test_prompt_and_response_are_texts_or_messages(write):
     assert trained_texts(tokenizer, batch) == ["cd<|im_end|>"] * 3
 
 
+@pytest.mark.parametrize("prompt", [[user("ab")], "ab"])
+def test_text_after_messages_ends_as_the_template_ends_a_reply(write, prompt):
+    tokenizer = chat_tokenizer(PIECES)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    end = "<|endoftext|>" if isinstance(prompt, str) else "<|im_end|>"
+    batch, _ = load(write, tokenizer, [{"prompt": prompt, "response": "<think>c</think>d"}])
+    assert trained_texts(tokenizer, batch) == [f"<think>c</think>d{end}"]
+    pair, _ = load(write, tokenizer, [{"prompt": prompt, "chosen": "c", "rejected": "d"}], "pair")
+    assert trained_texts(tokenizer, pair) == [f"c{end}", f"d{end}"]
+
+
 def test_truncation_drops_the_end_of_a_long_example(write):
     tokenizer = chat_tokenizer(PIECES)
     rows = [{"messages": [user("ab"), reply("cdefgh")]}, {"messages": [user("a"), reply("b")]}]

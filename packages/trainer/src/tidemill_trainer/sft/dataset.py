@@ -1,6 +1,7 @@
 """The data set of supervised fine-tuning: rows of files as token sequences, with the tokens that are trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.data import DataError, encode_prompt, read_rows
 from tidemill_trainer.sft.config import SFTDataConfig
-from tidemill_trainer.sft.example import Example, to_batch
+from tidemill_trainer.sft.example import Example, end_of_reply, to_batch
 
 _FIX = 'raise it, or set data.truncation="right"'
 
@@ -98,14 +99,20 @@ class Encoder:
                 "expected a response as a string or, if the prompt is a list of messages, as a list of messages, got "
                 f"{str(response)[:80]}"
             )
+        end = None
         if isinstance(row["prompt"], list):
             self._check_template()
-        return Example.of_text(encode_prompt(dict(row), self._tokenizer), response, self._tokenizer)
+            end = self._end_of_reply
+        return Example.of_text(encode_prompt(dict(row), self._tokenizer), response, self._tokenizer, end=end)
 
     def _of_reply(self, prompt: Sequence[Message], response: Sequence[Message], tools: Any) -> Example:
         self._check_template()
         _check_replies(response, len(prompt))
         return Example.of_trajectory(demonstration(self._template, prompt, response, _checked_tools(tools)))
+
+    @cached_property
+    def _end_of_reply(self) -> int:
+        return end_of_reply(self._tokenizer)
 
     def _check_template(self) -> None:
         if self._template.source is None:

@@ -30,9 +30,18 @@ class Example:
         return cls(token_ids=row.token_ids, num_prompt_tokens=row.num_prompt_tokens, response_mask=row.response_mask)
 
     @classmethod
-    def of_text(cls, prompt_ids: Sequence[int], response: str, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Create the example of a text that follows a prompt, with the tokenizer's end token."""
-        ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    def of_text(
+        cls, prompt_ids: Sequence[int], response: str, tokenizer: PreTrainedTokenizerBase, *, end: int | None = None
+    ) -> Self:
+        """Create the example of a text that follows a prompt.
+
+        Args:
+            prompt_ids: tokens of the prompt.
+            response: text, which is encoded as it is.
+            tokenizer: tokenizer of the model.
+            end: token that ends the response, such as `end_of_reply` after messages; None: the tokenizer's end token.
+        """
+        ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id if end is None else end]
         return cls(token_ids=[*prompt_ids, *ids], num_prompt_tokens=len(prompt_ids), response_mask=[1] * len(ids))
 
     @classmethod
@@ -49,6 +58,15 @@ class Example:
             num_prompt_tokens=min(self.num_prompt_tokens, length),
             response_mask=self.response_mask[: max(kept, 0)],
         )
+
+
+def end_of_reply(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the special token with which the chat template ends a reply; without one, the tokenizer's end token."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip()
+    last = tokenizer.encode(text, add_special_tokens=False)[-1]
+    token = tokenizer.added_tokens_decoder.get(last)
+    return last if token is not None and token.special else tokenizer.eos_token_id  # type: ignore[return-value]
 
 
 def to_batch(examples: Sequence[Example]) -> DataProto:
