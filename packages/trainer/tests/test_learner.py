@@ -118,6 +118,25 @@ def test_shuffled_rewards_are_shuffled_with_their_components_and_penalties():
     assert torch.allclose(batch["rewards"], episodes["scores"][order] + penalty)
 
 
+def test_adaptive_kl_coefficient_counts_the_episodes_that_are_trained_on():
+    """Episodes without rows are those of groups that `filter_groups` drops. Equation of `AdaptiveKLController`."""
+    overrides = ["model.path=m", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.kl_coef=0.5"]
+    overrides += ["algorithm.target_kl=0.1", f"algorithm.horizon={10 * ROWS}"]
+    config = load_config(DEMO_CONFIG, [*overrides, f"rollout.n={N}", "data.train_batch_size=2"])
+    learner = Learner(config, RoleGroups(config, Actor(replays=False), {}))
+    batch = rollouts(with_experts=False)
+    log_probs = {"old_log_probs": 0.0, "ref_log_prob": -1.0}  # a KL of 1, ten times the target
+    columns = {
+        name: ragged.like(torch.full((3 * ROWS,), value), batch["responses"]) for name, value in log_probs.items()
+    }
+    batch = batch.union(DataProto.from_dict(columns))
+    tensors = {"episode": torch.arange(ROWS, 3 * ROWS), "scores": torch.ones(2 * ROWS)}
+    dropped = DataProto.from_dict(tensors, {"uid": np.array(["dropped"] * 2 * ROWS, dtype=object)})
+    episodes = DataProto.concat([scored(), dropped])
+    coefficients = [learner.add_advantages(batch, episodes)[1]["actor/reward_kl_penalty_coeff"] for _ in range(2)]
+    assert coefficients == [0.5, pytest.approx(0.5 * (1 + 0.2 * ROWS / (10 * ROWS)))]
+
+
 def test_column_that_a_loss_reads_is_part_of_its_mini_batches(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
