@@ -70,7 +70,9 @@ def test_rollout_weights_multiply_terms_but_not_the_entropy():
     assert value == pytest.approx(twice["actor/pg_loss"] - 0.5 * twice["actor/entropy_loss"])
 
 
-@pytest.mark.parametrize("column", ["loss_weights", "rollout_is_weights", "ref_log_prob"])
+@pytest.mark.parametrize(
+    "column", ["loss_weights", "rollout_is_weights", "ref_log_prob", "old_log_probs", "advantages"]
+)
 @pytest.mark.parametrize("size", [(1,), (5, 1)])
 def test_columns_of_another_shape_are_an_error_instead_of_broadcast(column, size):
     mask = ragged.ragged(torch.ones(5), [5])

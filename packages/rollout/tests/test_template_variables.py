@@ -21,7 +21,7 @@ def chatml(bpe):
 
 
 def test_tools_that_the_template_ignores_are_refused(chatml):
-    with pytest.raises(TemplateError, match="the chat template ignores tools, and the request has 1"):
+    with pytest.raises(TemplateError, match="the chat template ignores tools, and there are 1"):
         render(ChatTemplate(chatml))
     assert "hello" in render(ChatTemplate(chatml), tools=None)
 

@@ -46,10 +46,6 @@ from tidemill_trainer.config_file import ConfigError, load_config, save_config
         ("warmup.lr=inf", r"warmup\.lr must be a finite number, got inf"),
         ("optimizer.lr=inf", r"^optimizer\.lr must be a finite number, got inf"),
         ("critic.optimizer.lr=inf", r"critic\.optimizer\.lr must be a finite number, got inf"),
-        (
-            "optimizer.total_steps=9",
-            r"optimizer: OptimizerConfig\.total_steps has no effect with lr_scheduler 'constant'",
-        ),
         ("warmup.until_accuracy=2", r"warmup\.until_accuracy must be <= 1, got 2"),
         ("trainer.stop_at_accuracy=90", r"trainer\.stop_at_accuracy must be <= 1, got 90"),
         ("trainer.stop_at_accuracy=nan", r"trainer\.stop_at_accuracy must be .*, got nan"),

@@ -90,6 +90,10 @@ def test_tools_of_a_row_are_tools_of_its_problem(tmp_path):
     rows[0]["tools"] = shop_rows(1, 0, seed=0, hasty_share=0.0)[0][0]["tools"]
     data, _ = load_prompts([_write(tmp_path / "t.jsonl", rows)], chat_tokenizer(PIECES), DataConfig())
     assert [problem.tools for problem in to_problems(data, "1")] == [rows[0]["tools"], None]
+    tokenizer = chat_tokenizer(PIECES)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match=r"t\.jsonl.* 1: .*the chat template ignores tools, and there are 1"):
+        load_prompts([_write(tmp_path / "t.jsonl", rows)], tokenizer, DataConfig())
 
 
 def test_verl_ground_truth_is_read(tmp_path, tokenizer):

@@ -104,6 +104,16 @@ def test_schedules_that_end_before_the_run_are_warned_about(assets, progress, te
     assert "optimizer steps of the run" not in terminal.getvalue()
 
 
+def test_keys_without_effect_on_the_schedule_are_warned_about(assets, progress, terminal):
+    keys = ["optimizer.lr_scheduler=constant", "optimizer.total_steps=1", "optimizer.min_lr_ratio=0.1"]
+    critic = ["critic.optimizer.lr_scheduler=cosine", "critic.optimizer.total_steps=999"]
+    _load(assets, progress, *keys, *critic, "critic.optimizer.lr_decay_steps=3", "algorithm.adv_estimator=gae")
+    shown = " ".join(terminal.getvalue().split())
+    assert 'with optimizer.lr_scheduler="constant": optimizer.total_steps, optimizer.min_lr_ratio' in shown
+    assert 'with critic.optimizer.lr_scheduler="cosine": critic.optimizer.lr_decay_steps' in shown
+    assert "the learning rate is 0" not in shown
+
+
 @pytest.mark.parametrize(("warmup_steps", "warns"), [(9, False), (10, True)])
 def test_policy_that_is_never_trained_is_warned_about(assets, progress, terminal, warmup_steps, warns):
     steps = ["trainer.total_steps=10", f"critic.warmup_steps={warmup_steps}", "optimizer.lr_warmup_steps=0"]

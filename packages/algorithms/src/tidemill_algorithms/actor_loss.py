@@ -103,6 +103,9 @@ class ActorLoss:
         return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
 
     def _loss_terms(self, log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        for name in ("old_log_probs", "advantages"):
+            if name in batch.batch.keys():  # noqa: SIM118
+                values_per_token(batch, name, log_probs)
         terms, metrics = self._function()(log_probs, batch, **self.options)
         named = {"the terms": terms} | {f"metric {name!r}": values for name, values in metrics.items()}
         for name, values in named.items():

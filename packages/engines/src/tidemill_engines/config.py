@@ -82,8 +82,8 @@ class ModelConfig:
             `path` is read. None loads the weights.
         dtype: dtype of the master weights, which the optimizer updates.
         attn_implementation: "varlen" (packed attention of this package) or a name of transformers, such as "sdpa" or
-            "eager", with which every micro-batch of FSDP2 has one row. "varlen" requires a model that takes its
-            attention from the registry of transformers.
+            "eager", with which every micro-batch of FSDP2 has one row. "varlen" requires a model whose attention
+            transformers lets others replace (`_supports_attention_backend`).
         gradient_checkpointing: recompute each decoder layer in the backward pass instead of keeping its activations.
         recompute: part of a layer that is recomputed: "full" recomputes all of it; "selective" keeps the results of
             matrix products and attention, which are most of the work.
@@ -161,13 +161,13 @@ class OptimizerConfig:
             raises a RuntimeError on every rank that names a rank and a parameter. Neither changes weights or optimizer.
         lr_scheduler: learning-rate schedule after the warm-up.
         lr_warmup_steps: steps of linear warm-up; the first step uses lr / lr_warmup_steps.
-        total_steps: last step of the schedule; required except for "constant", which has none.
+        total_steps: last step of the schedule; ignored by "constant".
         lr_decay_steps: number of last steps of "wsd" (warm-up, stable, decay), in which the rate decays linearly.
-        min_lr_ratio: fraction of `lr` at the end of the schedule; not with "constant".
+        min_lr_ratio: fraction of `lr` at the end of the schedule; ignored by "constant".
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is out of range or has no effect, or a decaying schedule has no `total_steps`.
+        ValueError: a value is out of range, or a decaying schedule has no `total_steps`.
     """
 
     lr: float = 1e-6
@@ -197,24 +197,7 @@ class OptimizerConfig:
             check_range(self, "betas", beta, low=0.0, high=1.0)
         if len(self.betas) != 2 or 1.0 in self.betas:
             raise ValueError(f"OptimizerConfig.betas must be two numbers below 1; got {self.betas!r}")
-        self._check_schedule()
-
-    def _check_schedule(self) -> None:
-        if self.lr_decay_steps is not None and self.lr_scheduler != "wsd":
-            raise ValueError(
-                f"OptimizerConfig.lr_decay_steps has no effect with lr_scheduler {self.lr_scheduler!r}; remove it, or "
-                "set lr_scheduler to wsd"
-            )
         if self.lr_scheduler == "constant":
-            for name, is_set in (
-                ("total_steps", self.total_steps is not None),
-                ("min_lr_ratio", self.min_lr_ratio > 0),
-            ):
-                if is_set:
-                    raise ValueError(
-                        f"OptimizerConfig.{name} has no effect with lr_scheduler 'constant'; remove it, or set "
-                        "lr_scheduler to linear, cosine or wsd"
-                    )
             return
         if self.total_steps is None or self.total_steps <= self.lr_warmup_steps:
             raise ValueError(

@@ -19,7 +19,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-NOT_REGISTERED = r"'varlen' does not support {}, which does not take its attention from the reg.* 'sdpa' or 'eager'"
+NOT_REGISTERED = r"'varlen' does not support {}, which has an attention that transformers does .* 'sdpa' or 'eager'"
 REFUSED = {
     "no causal mask": ("BloomConfig", SIZES, {}, NOT_REGISTERED.format("bloom")),
     "attention classes by name": ("FalconConfig", SIZES, {}, NOT_REGISTERED.format("falcon")),

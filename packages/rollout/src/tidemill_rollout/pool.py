@@ -39,8 +39,8 @@ class EnginePool:
     the engine with the fewest running requests.
 
     An engine whose call raises `EngineDiedError` leaves the pool, and its requests are sent to other engines with the
-    same tokens and the same seed; each to at most two further ones, because it may be what crashes them. All other
-    errors belong to the request and are raised.
+    same tokens and, if one was given, the same seed; each to at most two further ones, because it may be what crashes
+    them. All other errors belong to the request and are raised.
 
     Args:
         engines: engines by name; names appear in errors and metrics.

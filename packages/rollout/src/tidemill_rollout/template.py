@@ -96,11 +96,7 @@ class ChatTemplate:
                 "messages require a chat template, and the tokenizer has none: set tokenizer.chat_template, or pass "
                 "text= or token_ids= instead of messages"
             )
-        if tools and (names := self._variables(source)) is not None and "tools" not in names:
-            raise TemplateError(
-                f"the chat template ignores tools, and the request has {len(tools)}; describe them in a message, or "
-                "set a tokenizer.chat_template that uses them"
-            )
+        self.check_tools(tools)
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[return-value]
                 [for_template(message, has_developer="developer" in source) for message in messages],
@@ -212,6 +208,15 @@ class ChatTemplate:
         if last in self._special.values() and (opens_next or (generation.finish_reason == "stop" and closing)):
             ids = ids[1:]
         return ids, after
+
+    def check_tools(self, tools: Sequence[Any] | None) -> None:
+        """Raise a TemplateError if the template ignores `tools`."""
+        source = self.source
+        if tools and source is not None and (names := self._variables(source)) is not None and "tools" not in names:
+            raise TemplateError(
+                f"the chat template ignores tools, and there are {len(tools)}; describe them in a message, or set a "
+                "tokenizer.chat_template that uses them"
+            )
 
     def _variables(self, source: str) -> frozenset[str] | None:
         """Return the variables of a template; None if the tokenizer may use others."""

@@ -25,7 +25,7 @@ _OTHER_TEMPLATES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends
 
 @functools.lru_cache(16)
 def variables(source: str) -> frozenset[str] | None:
-    """Return the names that a template reads without setting them first.
+    """Return the names that a template may read without setting them, also those that it sets on some paths only.
 
     Returns:
         The names; None if they are unknown, because the template cannot be parsed or uses other templates.

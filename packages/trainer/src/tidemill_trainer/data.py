@@ -273,9 +273,12 @@ def encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> li
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special_tokens=False)
     elif isinstance(prompt, list):
+        tools = row.get("tools")
         try:
+            if tools:
+                ChatTemplate(tokenizer).check_tools(tools)
             encoded = tokenizer.apply_chat_template(
-                prompt, tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
+                prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
             )
         except Exception as error:  # a template can raise any error, also if the tokenizer has none
             raise ValueError(f"the chat template of the model rejects these messages: {error}") from error

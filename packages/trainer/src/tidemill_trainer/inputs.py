@@ -101,16 +101,22 @@ def _warn_about_sizes(config: Config, num_problems: int, progress: Progress) -> 
 
 
 def _warn_about_schedule(key: str, optimizer: OptimizerConfig, num_steps: int, progress: Progress) -> None:
-    """Warn about a learning rate that does not reach its peak or that is 0 before the end of the run.
+    """Warn about a learning rate that does not reach its peak or that is 0 before the end of the run, and about keys
+    without effect.
 
     A schedule that is longer than the run is not warned about, nor one that ends above 0.
     """
+    scheduler = optimizer.lr_scheduler
+    unused = ["lr_decay_steps"] if scheduler != "wsd" else []
+    unused += ["total_steps", "min_lr_ratio"] if scheduler == "constant" else []
+    if given := [f"{key}.{name}" for name in unused if getattr(optimizer, name)]:
+        progress.warn(f'no effect with {key}.lr_scheduler="{scheduler}": {", ".join(given)}')
     if optimizer.lr_warmup_steps > num_steps:
         progress.warn(
             f"{key}.lr_warmup_steps={optimizer.lr_warmup_steps} is larger than the {num_steps} optimizer steps of "
             f"the run: the learning rate never reaches {key}.lr"
         )
-    end = optimizer.total_steps
+    end = None if scheduler == "constant" else optimizer.total_steps
     if end is not None and end < num_steps and optimizer.min_lr_ratio == 0:
         progress.warn(
             f"{key}.total_steps={end} is less than the {num_steps} optimizer steps of the run: the learning rate is 0 "

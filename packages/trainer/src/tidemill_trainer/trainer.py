@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from tidemill_engines.config import OptimizerConfig
-
 from tidemill_trainer.batch_record import BatchRecord, RecordedStep
 from tidemill_trainer.checkpoint_saver import CheckpointSaver
 from tidemill_trainer.checkpoints import Checkpoints
@@ -39,12 +37,6 @@ class Result:
     steps: int
     accuracy_before: float | None
     accuracy: float | None
-
-
-def warmup_optimizer(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig:
-    """Return the optimizer of the warm-up: that of reinforcement learning, with its own learning rate and no decay."""
-    no_decay = {"lr_scheduler": "constant", "total_steps": None, "lr_decay_steps": None, "min_lr_ratio": 0.0}
-    return replace(optimizer, lr=lr, **no_decay)
 
 
 class Trainer:
@@ -169,7 +161,7 @@ class Trainer:
     def _warm_up(self) -> None:
         """Fine-tune until the held-out accuracy is reached; the optimizer is reset before and after."""
         config, optimizer = self._config.warmup, self._config.optimizer
-        self._actor.reset_optimizer(warmup_optimizer(optimizer, config.lr))
+        self._actor.reset_optimizer(replace(optimizer, lr=config.lr, lr_scheduler="constant", total_steps=None))
         for step in range(1, config.max_steps + 1):
             timing = Timing(self._waits)
             with timing("step"):

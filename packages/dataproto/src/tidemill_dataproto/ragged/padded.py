@@ -30,7 +30,7 @@ def to_padded(
     """
     whole = open_column(column)
     layout, flat = whole.layout, whole.values
-    if not flat.is_floating_point() and torch.full((), pad_value, dtype=flat.dtype).item() != pad_value:
+    if not (flat.is_floating_point() or _represents(flat.dtype, pad_value)):
         raise ValueError(f"pad_value must be a value of {flat.dtype}, the dtype of the column; got {pad_value}")
     longest = int(layout.lengths.max(initial=0))
     width = longest if max_len is None else max_len
@@ -42,6 +42,13 @@ def to_padded(
     index = layout.shifted(_starts_in_padded(layout, width, side) - layout.starts)
     out = flat.new_full((layout.num_rows * width, *flat.shape[1:]), pad_value)
     return out.index_copy(0, index, flat).reshape(layout.num_rows, width, *flat.shape[1:])
+
+
+def _represents(dtype: torch.dtype, value: float | int | bool) -> bool:
+    try:
+        return torch.full((), value, dtype=dtype).item() == value
+    except RuntimeError:  # overflow
+        return False
 
 
 def from_padded(

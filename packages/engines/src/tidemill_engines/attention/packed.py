@@ -44,7 +44,7 @@ def check_packed_attention(config: PretrainedConfig, *, is_supported: bool) -> N
     """Check that a model computes its attention with `varlen_attention_forward` if that is configured.
 
     Args:
-        is_supported: whether transformers says that the model takes its attention from the registry.
+        is_supported: whether transformers lets others replace the attention of the model.
 
     Raises:
         ValueError: it does not, or without its sliding window.
@@ -52,7 +52,7 @@ def check_packed_attention(config: PretrainedConfig, *, is_supported: bool) -> N
     fields = config.get_text_config().to_dict()
     window, reason = fields.get("sliding_window"), None
     if not is_supported:
-        reason = "does not take its attention from the registry of transformers"
+        reason = "has an attention that transformers does not let others replace (_supports_attention_backend)"
     elif config.model_type in _WINDOW_IN_MASK and window and window < fields["max_position_embeddings"]:
         reason = f"does not pass its sliding_window of {window} to it"
     if reason is not None:

@@ -61,7 +61,7 @@ class Example:
 
 
 def end_of_reply(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the special token with which the chat template ends a reply; without one, the tokenizer's end token."""
+    """Return the last special token that the chat template writes after a reply; without one, the EOS token."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     text = str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip()
     last = tokenizer.encode(text, add_special_tokens=False)[-1]
