@@ -11,6 +11,19 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 
 VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Configuration of a tiny model of most families."""
 IMAGE_TOKEN, VIDEO_TOKEN = 58, 59  # token ids of vision-language models
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_cases import (
     IMAGE_TOKEN,
+    SIZES,
     VIDEO_TOKEN,
     VOCAB,
     build_engine,
@@ -62,17 +63,8 @@ def vision_model(path, family):
             },
         ),
     }[family]
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.1,
+    text = SIZES | {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "pad_token_id": None,
     }
     vision |= {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from engine_cases import (
-    VOCAB,
+    SIZES,
     build_engine,
     make_batch,
     plain_log_probs,
@@ -13,18 +13,6 @@ from engine_cases import (
     policy_like_loss,
 )
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 FAMILIES = {
     "scaled up": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 4.0}),

@@ -3,22 +3,10 @@
 import pytest
 import torch
 import transformers
-from engine_cases import VOCAB, build_engine, make_batch, plain_log_probs, plain_model
+from engine_cases import SIZES, VOCAB, build_engine, make_batch, plain_log_probs, plain_model
 from tidemill_engines import sft_loss
 from tidemill_testing import tiny_model
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 NOT_REGISTERED = r"'varlen' does not support {}, which has an attention that transformers does .* 'sdpa' or 'eager'"
 REFUSED = {
     "no causal mask": ("BloomConfig", SIZES, {}, NOT_REGISTERED.format("bloom")),

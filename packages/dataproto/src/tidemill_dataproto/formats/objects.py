@@ -82,8 +82,8 @@ class Encoder:
         if array.dtype.kind not in "biufc":
             raise TypeError(f"{where} is an array of {array.dtype}, which cannot be saved; convert it")
         native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-        is_plain = native.flags.writeable and all(stride >= 0 for stride in native.strides)  # no rows keep any stride
-        tensor = torch.from_numpy(native if is_plain else native.copy())
+        # An empty array may keep negative strides, which torch refuses.
+        tensor = torch.from_numpy(native if native.flags.writeable and native.size else native.copy())
         return {"dtype": native.dtype.str, "shape": shape, "tensor": self.add(tensor.reshape(array.shape))}
 
     def add(self, tensor: Tensor) -> str:
