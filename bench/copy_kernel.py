@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from tidemill_weight_update.copy.checksum import checksum_rows
-from tidemill_weight_update.copy.copier import HostCopier
+from tidemill_weight_update.copy.copier import Blocks, Copier
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
 from torch import Tensor
 
@@ -136,14 +136,11 @@ class Bench:
         return num_bytes / self.seconds(lambda: target.copy_(source))
 
     def copier(self, case: Case) -> Callable[..., None]:
-        if self.device.type == "cpu":
-            host = HostCopier([case.table], [self.source], [self.target], "target")
-            return lambda *sums, write: host.run(*sums, write=write)
-        from tidemill_weight_update.copy.cuda import CudaCopier
-
-        copier = CudaCopier([case.table], self.device, "target")
-        addresses = [self.source.data_ptr()], [self.target.data_ptr()]
-        return lambda *sums, write: copier.run(*addresses, *sums, write=write)
+        copier = Copier([case.table], self.device, "target", keeps=True)
+        sources: Blocks = [self.source]
+        if self.device.type == "cuda":  # as an address: a tensor on another GPU would be copied to this one first
+            sources = [self.source.data_ptr()]
+        return lambda *sums, write: copier.run(sources, [self.target] if write else [], *sums)
 
     def run(self, case: Case, mode: str, plain: float) -> None:
         write, sums, find = (MODES[mode][name] for name in ("write", "sums", "find"))

@@ -277,27 +277,26 @@ def box_of_dtensor(name: str, tensor: "DTensor") -> tuple[Box, tuple[int, int]] 
     if coordinate is None:
         return None
     replica, num_replicas = 0, 1
-    plain: list[tuple[int, int]] = []
-    strided: list[tuple[int, int]] = []
+    splits: list[tuple[int, int]] = []  # axis and dim, in the order in which the tensor is split
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if isinstance(placement, Replicate):
             replica, num_replicas = replica + num_replicas * coordinate[axis], num_replicas * mesh.size(axis)
         elif isinstance(placement, _StridedShard):  # FSDP over tensor parallelism: split after the axes to its right
             dim = placement.dim % tensor.ndim
-            if placement.split_factor != math.prod(mesh.size(a) for a, d in plain + strided if d == dim):
+            if placement.split_factor != math.prod(mesh.size(a) for a, d in splits if d == dim):
                 raise TypeError(
                     f"tensor {name!r} has unsupported placements {tensor.placements}; pass its parts as LocalShard"
                 )
-            strided.append((axis, dim))
+            splits.append((axis, dim))
         elif isinstance(placement, Shard):
-            plain.insert(0, (axis, placement.dim % tensor.ndim))
+            splits.insert(0, (axis, placement.dim % tensor.ndim))
         else:
             raise TypeError(
                 f"tensor {name!r} has an unsupported placement {placement!r}; pass its parts as LocalShard, or reduce "
                 f"partial sums with redistribute()"
             )
     start, shape = [0] * tensor.ndim, list(tensor.shape)
-    for axis, dim in plain + strided:
+    for axis, dim in splits:
         offset, shape[dim] = shard_range(shape[dim], coordinate[axis], mesh.size(axis))
         start[dim] += offset
     box = Box(start=tuple(start), shape=tuple(shape))

@@ -22,7 +22,7 @@ from tidemill_weight_update.control.mailbox import (
     Reader,
     ReaderState,
 )
-from tidemill_weight_update.remote.group_link import LinkStore, StoreBoard
+from tidemill_weight_update.remote.group_link import LinkAddress, LinkStore, StoreBoard
 from torch.distributed import TCPStore
 
 
@@ -47,7 +47,7 @@ def client(server: TCPStore, timeout_s: float = 5) -> TCPStore:
 
 
 def link(store, session: str = "session") -> LinkStore:
-    return LinkStore(store, session)
+    return LinkStore(store, LinkAddress(host="127.0.0.1", port=store.port, session=session))
 
 
 @pytest.fixture(params=["memory", "store"])

@@ -54,7 +54,7 @@ def run(case, memories, checksum_of="source", *, write=True, sums=True, skew=0, 
         [block.data_ptr() - far * dtype.itemsize for block in blocks]
         for blocks, dtype in ((sources, table.src_dtype), (targets, table.dst_dtype))
     ]
-    copier.run(*addresses, checksums, non_finite, write)
+    copier.run(addresses[0], addresses[1] if write else [], checksums, non_finite)
     return [target.cpu() for target in targets], checksums, non_finite
 
 

@@ -7,7 +7,9 @@ import time
 import pytest
 from stock_engine import StockToyEngine
 from tidemill_weight_update import WeightUpdater
+from tidemill_weight_update.control.mailbox import COPIED, MIXED
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.receive.session import Peers
 from toy_engines import MODES, ToyEngine, as_mode, holds, same, state, tensors
 
 
@@ -193,6 +195,21 @@ def test_failed_rank_of_an_engine_is_named(where, mode):
     assert "rank 1: RuntimeError: out of memory" in reason
     assert holds(good, tensors(1))
     assert (good.version, bad.version, bad.paused) == ("1", "first", "abort")
+    updater.close()
+
+
+def test_rank_that_fails_after_it_has_copied_does_not_stop_the_others(monkeypatch):
+    def wait(peers, state, original=Peers._wait):
+        if state == COPIED and peers.row == 1:
+            raise OSError("the disk is gone")
+        while state == COPIED and peers._control.state(peers._sequence, 1) != MIXED:
+            time.sleep(0.01)
+        original(peers, state)
+
+    monkeypatch.setattr(Peers, "_wait", wait)
+    updater = WeightUpdater([ToyEngine(2)])
+    with pytest.raises(RuntimeError, match=r"^engine 0 of 1 \(toy\): rank 1: OSError: the disk is gone$"):
+        updater.update(tensors(1).items(), 1)
     updater.close()
 
 

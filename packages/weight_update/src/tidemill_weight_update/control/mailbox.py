@@ -186,7 +186,7 @@ class Mailbox:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """Process ID and location of the trainer rank; see `wait.here`."""
+        """Process ID and location of the trainer rank; see `board.here`."""
         _, pid, location, *_ = self.board.get("trainer", 0)
         return pid, location
 

@@ -1,6 +1,6 @@
 """Copiers: run copy tables on a CPU or a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -36,9 +36,9 @@ class Copier:
     ) -> None:
         self._tables = tables
         self._device = device
-        self._checksum_of: Literal["source", "target"] = checksum_of
+        self._checksum_of = checksum_of
         self._keeps = keeps
-        self._kept: tuple[list[int], HostCopier] | None = None
+        self._kept: tuple[list[int], list[_Rows]] | None = None
         self._cuda: CudaCopier | None = None
         if device.type == "cuda":
             from tidemill_weight_update.copy import cuda
@@ -53,20 +53,29 @@ class Copier:
         On a GPU the work is queued on the current stream.
 
         Args:
-            memories: blocks that the tables' `memory` columns index; tensors may be on another device.
+            memories: blocks that the tables' `memory` columns index; tensors may be on another device. Tensors have any
+                dtype and shape: offsets in the tables count elements of the tables' dtypes from the first byte.
             targets: blocks that the tables' `target` columns index.
         """
         # On a GPU, copies of memories stay referenced until the kernel is queued: memory is reused in stream order.
         here = [_on_device(block, self._device) for block in memories if isinstance(block, Tensor)]
         places = [block for block in targets if isinstance(block, Tensor)]
+        bases, ends = ([block.data_ptr() for block in blocks] for blocks in (here, places))
         if self._cuda is not None:
-            bases, ends = ([block.data_ptr() for block in blocks] for blocks in (here, places))
-            self._cuda.run(bases or memories, ends or targets, checksums, non_finite, write=len(targets) > 0)  # type: ignore[arg-type]
+            self._cuda.run(bases or memories, ends or targets, checksums, non_finite)  # type: ignore[arg-type]
             return
-        key = [block.data_ptr() for block in (*here, *places)]
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, HostCopier(self._tables, here, places, self._checksum_of)
-        self._kept[1].run(checksums, non_finite)
+        if self._kept is None or self._kept[0] != bases + ends:
+            self._kept = bases + ends, [rows for table in self._tables for rows in _views(table, here, places)]
+        for rows in self._kept[1]:
+            elements = rows.source
+            if rows.target is not None:
+                rows.target.copy_(elements)
+            if self._checksum_of == "target" and (checksums is not None or non_finite is not None):
+                elements = elements.to(rows.dtype) if rows.target is None else rows.target
+            if checksums is not None:
+                checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
+            if non_finite is not None and has_non_finite(elements):
+                non_finite[rows.tensor] = 1
         if not self._keeps:
             self._kept = None
 
@@ -77,60 +86,25 @@ def _on_device(block: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One entry of a table as views: `source` and `target` are [R, C]."""
+    """One entry of a table as views: `source` and `target` are [R, C]; `target` is None if nothing is written."""
 
     tensor: int
     source: Tensor
-    target: Tensor
+    target: Tensor | None
+    dtype: torch.dtype
     pos: int
     pos_pitch: int
 
 
-class HostCopier:
-    """Copies between blocks of host memory.
-
-    Args:
-        memories, targets: blocks of any dtype and shape. The offsets in `tables` count elements of the tables' dtypes
-            from the first byte of a block.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[CopyTable],
-        memories: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        checksum_of: Literal["source", "target"] = "source",
-    ) -> None:
-        self._rows = [row for table in tables for row in _views(table, memories, targets)]
-        self._checksum_of = checksum_of
-
-    def run(self, checksums: Tensor | None = None, non_finite: Tensor | None = None, write: bool = True) -> None:
-        """Copy, unless `write` is False, and describe what was copied; see `Copier.run`."""
-        for rows in self._rows:
-            if write:
-                rows.target.copy_(rows.source)
-            if checksums is None and non_finite is None:
-                continue
-            elements = rows.source
-            if self._checksum_of == "target":
-                elements = rows.target if write else rows.source.to(rows.target.dtype)
-            if checksums is not None:
-                checksums[rows.tensor] += checksum_rows(elements, rows.pos, rows.pos_pitch)
-            if non_finite is not None and has_non_finite(elements):
-                non_finite[rows.tensor] = 1
-
-
-def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> list[_Rows]:
+def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[_Rows]:
     # Only memories of this table: those of tables with other dtypes may not be aligned to this dtype.
     sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
-    places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist())}
-    views = []
+    places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist()) if targets}
     for row in zip(*(getattr(table, name).tolist() for name in COLUMNS), strict=True):
         tensor, memory, src, src_pitch, target, dst, dst_pitch, rows, cols, pos, pos_pitch = row
         source = _strided(sources[memory], rows, cols, src, src_pitch, f"memory {memory}")
-        place = _strided(places[target], rows, cols, dst, dst_pitch, f"target {target}")
-        views.append(_Rows(tensor, source, place, pos, pos_pitch))
-    return views
+        place = _strided(places[target], rows, cols, dst, dst_pitch, f"target {target}") if targets else None
+        yield _Rows(tensor, source, place, table.dst_dtype, pos, pos_pitch)
 
 
 def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

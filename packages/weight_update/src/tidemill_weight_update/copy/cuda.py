@@ -8,12 +8,13 @@ tensor's by one atomic operation.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tidemill_weight_update.copy.kernel import copy_tiles
@@ -62,11 +63,10 @@ class CudaCopier:
         # Normalized to include the device index.
         self._device = torch.empty(0, device=device).device
         self._checksum_target = checksum_of == "target"
-        self._num_blocks = {kind: _length(self._tables, kind) for kind in ("memory", "target")}
         # Whether the address of each block is a multiple of VECTOR_BYTES, which is true for torch's allocations.
-        self._aligned = np.ones(self._num_blocks["memory"], np.bool_), np.ones(self._num_blocks["target"], np.bool_)
+        self._aligned = [np.ones(_length(self._tables, kind), np.bool_) for kind in ("memory", "target")]
         self._launches = self._cut()
-        self._bases: dict[tuple[str, tuple[int, ...]], _Bases] = {}
+        self._uploaded = lru_cache(CACHED_BASES)(partial(_uploaded, self._tables, self._device))
 
     def run(
         self,
@@ -74,9 +74,8 @@ class CudaCopier:
         target_bases: Sequence[int],
         checksums: Tensor | None = None,
         non_finite: Tensor | None = None,
-        write: bool = True,
     ) -> None:
-        """Queue the copies and their checksums on the current stream.
+        """Queue the copies, unless there are no targets, and their checksums on the current stream.
 
         The sizes of the memories are unknown here: the caller has checked that the tables stay inside them.
 
@@ -85,15 +84,15 @@ class CudaCopier:
             non_finite: contiguous int32 [number of tensors] on the device, set to 1 for tensors with infinite or NaN
                 elements; or None.
         """
-        memories = self._found("memory", memory_bases)
-        targets = self._found("target", target_bases if write else [0] * self._num_blocks["target"])
-        aligned = memories.aligned, targets.aligned
-        if not all(np.array_equal(new, old) for new, old in zip(aligned, self._aligned, strict=True)):
+        memories, memories_aligned = self._uploaded("memory", tuple(memory_bases))
+        targets, targets_aligned = self._uploaded("target", tuple(target_bases) or (0,) * len(self._aligned[1]))
+        aligned = [memories_aligned, targets_aligned]
+        if not all(map(np.array_equal, aligned, self._aligned)):
             self._aligned = aligned
             self._launches = self._cut()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             for launch in self._launches:
-                launch.start(memories.uploaded, targets.uploaded, checksums, non_finite, write)
+                launch.start(memories, targets, checksums, non_finite, write=len(target_bases) > 0)
 
     def _cut(self) -> list["_Launch"]:
         return [
@@ -102,38 +101,22 @@ class CudaCopier:
             for group in cut(table, TILE_ELEMENTS, *self._aligned)
         ]
 
-    def _found(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
-        """Return the cached record of these addresses; new addresses are checked and uploaded to the GPU."""
-        key = kind, tuple(addresses)
-        bases = self._bases.pop(key, None)
-        if bases is None:
-            bases = self._checked(kind, addresses)
-        self._bases[key] = bases  # now the most recent one
-        while len(self._bases) > CACHED_BASES:
-            del self._bases[next(iter(self._bases))]
-        return bases
 
-    def _checked(self, kind: Literal["memory", "target"], addresses: Sequence[int]) -> "_Bases":
-        number = self._num_blocks[kind]
-        if len(addresses) < number:
-            raise ValueError(f"expected {number} {kind} addresses, got {len(addresses)}")
-        values = np.array(addresses[:number], np.int64)
-        for table in self._tables:
-            dtype = table.src_dtype if kind == "memory" else table.dst_dtype
-            used = values[getattr(table, kind)]
-            wrong = used % min(dtype.itemsize, 4) != 0
-            if wrong.any():
-                raise ValueError(f"{kind} address {used[wrong][0]:#x} is not a multiple of the size of {dtype}")
-        uploaded = torch.from_numpy(values).to(self._device, copy=True)
-        return _Bases(uploaded=uploaded, aligned=values % VECTOR_BYTES == 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Bases:
-    """Addresses of the blocks, int64 on the device, and which of them are multiples of VECTOR_BYTES."""
-
-    uploaded: Tensor
-    aligned: np.ndarray
+def _uploaded(
+    tables: Sequence[CopyTable], device: torch.device, kind: Literal["memory", "target"], addresses: tuple[int, ...]
+) -> tuple[Tensor, NDArray[np.bool_]]:
+    """Check addresses of blocks; return them on the device, int64, and which are multiples of VECTOR_BYTES."""
+    number = _length(tables, kind)
+    if len(addresses) < number:
+        raise ValueError(f"expected {number} {kind} addresses, got {len(addresses)}")
+    values = np.array(addresses[:number], np.int64)
+    for table in tables:
+        dtype = table.src_dtype if kind == "memory" else table.dst_dtype
+        used = values[getattr(table, kind)]
+        wrong = used % min(dtype.itemsize, 4) != 0
+        if wrong.any():
+            raise ValueError(f"{kind} address {used[wrong][0]:#x} is not a multiple of the size of {dtype}")
+    return torch.from_numpy(values).to(device, copy=True), values % VECTOR_BYTES == 0
 
 
 class _Launch:
@@ -146,11 +129,11 @@ class _Launch:
         sent = group.dst_dtype if checksum_target else group.src_dtype
         self._sent = sent
         width = min(sent.itemsize, 4)
-        number = _WORDS[width * group.packed] if not cast else None
+        word = _WORDS[width * group.packed]
         self._constants: dict[str, Any] = {
-            "SRC": _FLOATS[group.src_dtype] if number is None else number,
-            "DST": _FLOATS[group.dst_dtype] if number is None else number,
-            "SENT": _WORDS[width * group.packed],
+            "SRC": _FLOATS[group.src_dtype] if cast else word,
+            "DST": _FLOATS[group.dst_dtype] if cast else word,
+            "SENT": word,
             "CAST": cast,
             "CHECKSUM_TARGET": checksum_target,
             "BITS": 8 * width,

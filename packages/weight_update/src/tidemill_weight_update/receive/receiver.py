@@ -7,12 +7,12 @@ from torch import nn
 
 from tidemill_weight_update.control.board import SharedBoard
 from tidemill_weight_update.control.descriptor import Request
-from tidemill_weight_update.control.mailbox import IDLE, MIXED, UNCHANGED, Mailbox
+from tidemill_weight_update.control.mailbox import MIXED, UNCHANGED, Mailbox
 from tidemill_weight_update.plan.plan import StoredPlans
 from tidemill_weight_update.receive.plan_cache import PlanCache
 from tidemill_weight_update.receive.session import UpdateSession
-from tidemill_weight_update.remote.engine_link import EngineLink
-from tidemill_weight_update.remote.group_link import LinkAddress
+from tidemill_weight_update.remote.engine_link import open_mailbox
+from tidemill_weight_update.remote.group_link import LinkAddress, LinkStore, StoreBoard, open_store
 
 ALL_BUCKETS = 1 << 31
 """More buckets than any update has: acknowledging this many releases the trainer from waiting for this rank."""
@@ -43,7 +43,7 @@ class Receiver(PlanCache):
         super().__init__(model, may_ignore, finish, stored)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._link: EngineLink | None = None
+        self._link: LinkStore | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._last_updater = ""
 
@@ -77,8 +77,8 @@ class Receiver(PlanCache):
                 turn.run()
         except Exception as error:  # noqa: BLE001 - raising would crash the engine
             state = MIXED if turn is not None and turn.changed else UNCHANGED
-            reached = IDLE if turn is None else turn.peers.reached
             if control.is_at(request.sequence):
+                reached = control.state(request.sequence, row)  # other ranks may wait until this one has reached it
                 reply = {"error": f"{type(error).__name__}: {error}", "reached": reached}
                 control.report(request.sequence, row, state, reply)
         finally:
@@ -112,7 +112,7 @@ class Receiver(PlanCache):
 
     def _open_linked(self, path: str, timeout_s: float) -> Mailbox:
         address, rank = LinkAddress.from_path(path)
-        if self._link is None or self._link.address != address or self._link.store.is_broken:
+        if self._link is None or self._link.address != address or self._link.is_broken:
             self._link = None  # close the old connection before the next one
-            self._link = EngineLink(address, self.device, timeout_s)
-        return self._link.mailbox(path, rank)
+            self._link = open_store(address, timeout_s)
+        return open_mailbox(StoreBoard(self._link, path, rank), self.device, timeout_s)

@@ -21,11 +21,7 @@ MAX_NAMES = 200
 
 
 class Peers:
-    """The view that the engine rank in `row` has of the trainer ranks, and of the ranks of its own engine.
-
-    Attributes:
-        reached: last state that it reported.
-    """
+    """The view that the engine rank in `row` has of the trainer ranks, and of the ranks of its own engine."""
 
     def __init__(self, boxes: Sequence[Mailbox], request: Request, row: int) -> None:
         self._boxes = boxes
@@ -33,7 +29,6 @@ class Peers:
         self._sequence = request.sequence
         self._rows = range(request.first_receiver, request.first_receiver + request.num_receivers)
         self._timeout_s = request.timeout_s
-        self.reached = IDLE
         self.row = row
 
     def report(self, state: int, **reply: Any) -> None:
@@ -44,7 +39,6 @@ class Peers:
                 method writes the state before it checks: so a rank that the trainer regards as not started never
                 starts.
         """
-        self.reached = state
         if self._control.is_at(self._sequence):
             self._control.report(self._sequence, self.row, state, reply)
         self._check_own_row()

@@ -12,35 +12,27 @@ from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, ReaderState, Text
 from tidemill_weight_update.memory import HostMemory, Memory
 from tidemill_weight_update.plan.plan import CopyPlan
-from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, open_store, wire_name
+from tidemill_weight_update.remote.group_link import StoreBoard, wire_name
 from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_descriptor, parts_of, parts_to_json
 
 
-class EngineLink:
-    """The engine rank's side of one link."""
-
-    def __init__(self, address: LinkAddress, device: torch.device, timeout_s: float) -> None:
-        self.address = address
-        self.store = open_store(address, timeout_s)
-        self.device = device
-        self.timeout_s = timeout_s
-
-    def mailbox(self, path: str, rank: int) -> Mailbox:
-        """Return the mailbox of trainer rank `rank`, whose path is `path`."""
-        board = StoreBoard(self.store, path, rank)
-        box = Mailbox(board)
-        return box if can_map(*box.owner) else RemoteMailbox(board, self, rank)
+def open_mailbox(board: StoreBoard, device: torch.device, timeout_s: float) -> Mailbox:
+    """Return the mailbox of a trainer rank; buckets that it sends arrive on `device`."""
+    box = Mailbox(board)
+    return box if can_map(*box.owner) else RemoteMailbox(board, device, timeout_s)
 
 
 class RemoteMailbox(Mailbox):
-    """The mailbox of trainer rank `rank`, whose memory this process cannot map: it receives the buckets."""
+    """The mailbox of a trainer rank whose memory this process cannot map: it receives the buckets."""
 
     _reader_state = ReaderState.NONE
 
-    def __init__(self, board: StoreBoard, link: EngineLink, rank: int) -> None:
+    def __init__(self, board: StoreBoard, device: torch.device, timeout_s: float) -> None:
         super().__init__(board)
-        self._link = link
-        self._rank = rank
+        self._link = board.link
+        self._rank = board.rank
+        self._device = device
+        self._timeout_s = timeout_s
         self._wire: Wire | None = None
         self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
         self._packed: dict[int, tuple[Text, int]] = {}
@@ -83,20 +75,19 @@ class RemoteMailbox(Mailbox):
         """Return the device to receive on: gloo transfers host memory, NCCL GPU memory."""
         if isinstance(memory, HostMemory):
             return torch.device("cpu")
-        if self._link.device.type == "cpu":
+        if self._device.type == "cpu":
             raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
-        return self._link.device
+        return self._device
 
     def _receive_into(self, data: Tensor, receiver: int, check: Callable[[], None]) -> None:
-        link = self._link
         try:
             if self._wire is None:
                 name = wire_name(self._rank, receiver, self._wire_number)
-                self._wire = link.store.connect(name, ENGINE, data.device, link.address, link.timeout_s)
+                self._wire = self._link.connect(name, ENGINE, data.device, self._timeout_s)
             if data.device.type == "cuda":
                 torch.cuda.synchronize(data.device)  # see NcclWire
             self._wire.recv(data)
-            self._wire.wait(link.timeout_s, check)
+            self._wire.wait(self._timeout_s, check)
         except WireError as error:
             self._close_wire()
             raise RuntimeError(f"the link to trainer rank {self._rank} {error}") from error

@@ -58,15 +58,14 @@ _PART_BYTES = 4 << 20
 class LinkStore:
     """One process's connection to the store of a link.
 
-    Args:
-        session: random ID of the link, part of every key: values of another link are never found.
-
     Attributes:
+        address: address of the link. Its session is part of every key: values of another link are never found.
         is_broken: whether an operation failed; further operations would fail too.
     """
 
-    def __init__(self, store: Store, session: str) -> None:
-        self._store: Store | None = PrefixStore(session, store)
+    def __init__(self, store: Store, address: LinkAddress) -> None:
+        self._store: Store | None = PrefixStore(address.session, store)
+        self.address = address
         self.is_broken = False
 
     def call(self, action: Callable[[Store], T]) -> T:
@@ -79,7 +78,7 @@ class LinkStore:
             self.is_broken = True
             raise LinkError(f"the store of the link does not respond (is trainer rank 0 alive?): {error}") from error
 
-    def connect(self, name: str, rank: int, device: torch.device, address: LinkAddress, timeout_s: float) -> Wire:
+    def connect(self, name: str, rank: int, device: torch.device, timeout_s: float) -> Wire:
         """Return the wire of that name once both sides have connected: gloo for host memory, NCCL for GPU memory.
 
         Raises:
@@ -88,7 +87,7 @@ class LinkStore:
         """
         if device.type == "cuda":  # NCCL selects the address by its own settings (NCCL_SOCKET_IFNAME)
             return self.call(lambda store: NcclWire(store, name, rank, device, timeout_s))
-        own_address = address.own_address()
+        own_address = self.address.own_address()
         return self.call(lambda store: GlooWire(store, name, rank, own_address, timeout_s))
 
     def close(self) -> None:
@@ -101,46 +100,46 @@ class StoreBoard:
 
     def __init__(self, link: LinkStore, path: str, rank: int) -> None:
         self.path = path
-        self._link = link
-        self._rank = rank
+        self.link = link
+        self.rank = rank
 
     def make_room(self, num_receivers: int) -> None:
         """Write the initial values of all records, before anybody reads them: a store waits for a missing key."""
         keys = [self._key("trainer", 0)]
         keys += [self._key(record, row) for record in ("reader", "report", "excluded") for row in range(num_receivers)]
-        self._link.call(lambda store: store.multi_set(keys, [_words()] * len(keys)))  # type: ignore[list-item]
+        self.link.call(lambda store: store.multi_set(keys, [_words()] * len(keys)))  # type: ignore[list-item]
 
     def put(self, record: Record, row: int, *words: int) -> None:
-        self._link.call(lambda store: store.set(self._key(record, row), _words(*words)))  # type: ignore[arg-type]
+        self.link.call(lambda store: store.set(self._key(record, row), _words(*words)))  # type: ignore[arg-type]
 
     def get(self, record: Record, row: int) -> list[int]:
-        return np.frombuffer(self._link.call(lambda store: store.get(self._key(record, row))), "<i8").tolist()
+        return np.frombuffer(self.link.call(lambda store: store.get(self._key(record, row))), "<i8").tolist()
 
     def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
         keys = [self._key(record, row) for row in range(num_rows)]
-        return np.frombuffer(b"".join(self._link.call(lambda store: store.multi_get(keys))), "<i8").reshape(-1, WORDS)
+        return np.frombuffer(b"".join(self.link.call(lambda store: store.multi_get(keys))), "<i8").reshape(-1, WORDS)
 
     def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
         value = data if isinstance(data, bytes) else data.astype("<i8").tobytes()
         for index, start in enumerate(range(0, len(value), _PART_BYTES)):
             key, part = self._key(area, at, index), value[start : start + _PART_BYTES]
-            self._link.call(lambda store, key=key, part=part: store.set(key, part))  # type: ignore[arg-type]
+            self.link.call(lambda store, key=key, part=part: store.set(key, part))  # type: ignore[arg-type]
 
     def read(self, area: Area, at: int, num_bytes: int) -> bytes:
         keys = [self._key(area, at, index) for index in range(-(-num_bytes // _PART_BYTES))]
-        value = self._link.call(lambda store: b"".join(map(store.get, keys)))
+        value = self.link.call(lambda store: b"".join(map(store.get, keys)))
         if len(value) != num_bytes:
             raise LinkError(f"expected {num_bytes} bytes for {area} {at} in the link's store, got {len(value)}")
         return value
 
     def is_current(self) -> bool:
-        return not self._link.is_broken
+        return not self.link.is_broken
 
     def close(self) -> None:
         """Do nothing: the owner of the store closes it."""
 
     def _key(self, name: Record | Area, *places: int) -> str:
-        return "/".join([name, str(self._rank), *map(str, places)])
+        return "/".join([name, str(self.rank), *map(str, places)])
 
 
 def _words(*words: int) -> bytes:
@@ -172,7 +171,7 @@ def open_store(address: LinkAddress, timeout_s: float) -> LinkStore:
             f"cannot reach trainer rank 0 at {address.host} port {address.port}: {error}; check that the trainer is "
             f"running and that GroupLink(host=...) is an address this machine can reach"
         ) from error
-    return LinkStore(store, address.session)
+    return LinkStore(store, address)
 
 
 def wire_name(rank: int, row: int, number: int) -> str:

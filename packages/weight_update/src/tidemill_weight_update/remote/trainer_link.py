@@ -53,7 +53,7 @@ class Connections:
         if row not in self._wires or self._wires[row][0] != reader.wire:
             self.drop(row)
             name = wire_name(self._rank, row, reader.wire)
-            wire = self._store.connect(name, TRAINER, device, self.address, self.timeout_s)
+            wire = self._store.connect(name, TRAINER, device, self.timeout_s)
             self._wires[row] = reader.wire, wire
         return self._wires[row][1]
 

@@ -90,8 +90,7 @@ class FastPath:
         self._prepared: Prepared | None = None
         self._all_in_place: Declaration | None = None
         self._reads_first = False
-        self._engines: Sequence[tuple[int, range]] = ()
-        self._is_link_broken = False  # the next update opens the link anew
+        self._engines: Sequence[tuple[int, range]] | None = None  # of the link; None: the next update opens it anew
 
     @property
     def mailbox(self) -> Mailbox:
@@ -127,9 +126,9 @@ class FastPath:
             if self._ranks.rank > 0:
                 return 0, 0
             engines = [(id(member.client), member.rows) for member in fleet.members if member.rows]
-            if engines != self._engines or self._is_link_broken:  # a link connects a fixed set of engines
+            if engines != self._engines:  # a link connects a fixed set of engines
                 self.close()
-            self._engines, self._is_link_broken = engines, False
+            self._engines = engines
             return self._link.open()
         if self._sender is None:
             self._sender = Sender(Mailbox(SharedBoard.create()), self._allow_non_finite)
@@ -198,7 +197,8 @@ class FastPath:
 
     def end(self, *, failed: bool) -> None:
         """Announce that the update is over, if it was complete; `failed`: whether an engine or a rank failed."""
-        self._is_link_broken |= failed
+        if failed:
+            self._engines = None
         if self._sender is not None:
             self._sender.mailbox.end(self._sequence)
 
@@ -244,7 +244,7 @@ class FastPath:
         if self._device is None:
             self._device = next((piece.device for piece in declaration.pieces if piece is not None), None)
         device = self._device or torch.device("cpu")
-        freed = self._num_freed()
+        freed = num_freed(device) if device.type == "cuda" else None
         fixed: dict[int, Piece] = {}
         for position, item in enumerate(items):
             outline = declaration.pieces[position]
@@ -274,19 +274,15 @@ class FastPath:
             num_freed=freed,
         )
 
-    def _num_freed(self) -> int | None:
-        if self._device is None or self._device.type != "cuda":
-            return None
-        return num_freed(self._device)
-
     def _are_allocated(self, prepared: Prepared) -> bool:
         """Return whether its allocations still exist. A new one can have the same address, but engines have not mapped
         it.
         """
-        if not prepared.memories or (prepared.num_freed is not None and prepared.num_freed == self._num_freed()):
+        if not prepared.memories:
             return True
         assert self._device is not None
-        return are_allocated(prepared.memories, self._device)
+        is_unchanged = prepared.num_freed is not None and prepared.num_freed == num_freed(self._device)
+        return is_unchanged or are_allocated(prepared.memories, self._device)
 
     def _values(self, source: Source) -> Iterator[tuple[PreparedBucket, Blocks]]:
         """Yield the buckets in their order with their values. A function is called when the first one is requested, and

@@ -73,14 +73,13 @@ def plan_buckets(
     DTensors are global; nothing is gathered and no data is read here.
     """
     seen: set[str] = set()
-    checked = (_full(*checked_item(item, seen)) for item in named_tensors)
-    if isinstance(named_tensors, Iterator):
-        modules = (list(group) for _, group in groupby(checked, _module))
-    else:
-        modules = _whole_modules(checked)
+    checked: Iterable[tuple[str, Tensor]] = (_full(*checked_item(item, seen)) for item in named_tensors)
+    if not isinstance(named_tensors, Iterator):  # modules in the order in which they first appear
+        first: dict[str, int] = {}
+        checked = sorted(checked, key=lambda item: first.setdefault(_module(item), len(first)))
     index = used = 0
     items: list[tuple[str, Tensor]] = []
-    for module in modules:
+    for module in (list(group) for _, group in groupby(checked, _module)):
         num_bytes = sum(aligned(_num_bytes(tensor, dtype)) for _, tensor in module)
         if items and used + num_bytes > bucket_bytes:
             yield _bucket(index, items, dtype, is_last=False)
@@ -91,14 +90,6 @@ def plan_buckets(
         yield _bucket(index, items, dtype, is_last=True)
     if not seen:
         raise ValueError("expected named tensors, got an empty iterable")
-
-
-def _whole_modules(items: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
-    """Group items by module, independent of their position, in the order in which modules first appear."""
-    groups: dict[str, list[tuple[str, Tensor]]] = {}
-    for item in items:
-        groups.setdefault(_module(item), []).append(item)
-    return groups.values()
 
 
 def _module(item: tuple[str, Tensor]) -> str:
