@@ -96,11 +96,11 @@ def test_other_errors_are_left_alone(config, tmp_path):
     [
         (
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
-            r"Raise rollout\.mem_fraction_static \(now 0\.3\)",
+            r"take 30\.0% of a GPU \(rollout\.mem_fraction_static\); raise it, or rollout\.tensor",
         ),
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 GiB.",
-            r"Lower rollout\.mem_fraction_static \(now 0\.3\) or rollout\.max_total_tokens",
+            r"take 30\.0% of a GPU \(rollout\.mem_fraction_static\); lower it or .*_total_tokens, .* else uses",
         ),
     ],
 )

@@ -105,14 +105,16 @@ def _of_engine(failure: WorkerError | WorkerDiedError, config: RunConfig, logs: 
     if line is None:
         return None
     rollout = config.rollout
-    fraction = f"rollout.mem_fraction_static (now {rollout.mem_fraction_static:g})"
+    held = f"Its weights and KV pool take {rollout.mem_fraction_static:.1%} of a GPU (rollout.mem_fraction_static)"
     if _POOL_IS_SMALL.search(line):
-        keys = f"raise {fraction}, of which weights and KV pool take their memory, or rollout.tensor_parallel_size"
+        keys = "raise it, or rollout.tensor_parallel_size"
     else:
-        keys = f"lower {fraction} or rollout.max_total_tokens, or raise rollout.tensor_parallel_size"
+        keys = (
+            "lower it or rollout.max_total_tokens, raise rollout.tensor_parallel_size, or stop what else uses the GPU"
+        )
         if config.placement.engines == "turns":
-            keys += "; in turns, what the training workers keep on the GPU is missing here, too"
-    return f"out of memory in the engine {failure.group} (SGLang): {line}\n{_capitalized(keys)}. See {log}"
+            keys += " (in turns, training workers may keep memory there, too)"
+    return f"out of memory in the engine {failure.group} (SGLang): {line}\n{held}; {keys}. See {log}"
 
 
 def memory_error(log: Path) -> str | None:
@@ -120,7 +122,3 @@ def memory_error(log: Path) -> str | None:
     text = tail(log, _LOG_LINES).rpartition(ENGINE_STARTS)[2]
     lines = [line.strip() for line in text.splitlines() if _IS_FULL.search(line) and _IS_AVOIDED not in line]
     return lines[-1] if lines else None
-
-
-def _capitalized(text: str) -> str:
-    return text[0].upper() + text[1:]
