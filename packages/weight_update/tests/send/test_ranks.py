@@ -145,6 +145,7 @@ def _stopped_in_exchange() -> str:
         message = str(error)
     if rank == 2:
         os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()  # a rank that exits before rank 2 looks would be named, too
     return message
 
 
