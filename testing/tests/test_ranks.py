@@ -1,4 +1,8 @@
+import ctypes
 import os
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +37,44 @@ def _die():
     dist.barrier()
 
 
-def test_rank_that_exits_without_a_result_is_an_error():
-    with pytest.raises(RuntimeError, match=r"rank"):
+def test_rank_that_exits_without_a_result_is_named_before_those_that_waited_for_it():
+    with pytest.raises(RuntimeError, match=r"(?s)^rank 0 of 2 ended with exit code 7\n.*rank 1 of 2 failed"):
         run_ranks(_die, 2)
+
+
+def _crash():
+    if dist.get_rank() == 1:
+        threads = {thread: (thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()}
+        gloo = next(int(thread.name) for thread, name in threads.items() if name == "pt_gloo_runloop\n")
+        ctypes.CDLL(None).tgkill(os.getpid(), gloo, signal.SIGSEGV)
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_rank_that_ends_by_a_signal_is_reported_with_the_stack_of_the_thread_that_it_hit():
+    with pytest.raises(RuntimeError, match=rf"^rank 1 of 2 ended with exit code -{signal.SIGSEGV:d}\n") as caught:
+        run_ranks(_crash, 2)
+    assert "c10d::ProcessGroupGloo::runLoop" in str(caught.value).split("rank 0 of 2 failed")[0]
+    assert "gloo::transport::tcp::Loop" not in str(caught.value)  # another thread
+
+
+def _interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    return True
+
+
+def test_ranks_can_be_interrupted():
+    assert run_ranks(_interrupt, 1) == [True]
+
+
+def _print():
+    os.write(2, b"from a rank")
+
+
+def test_stderr_of_ranks_is_that_of_the_test(capfd):
+    run_ranks(_print, 1)
+    assert "from a rank" in capfd.readouterr().err
 
 
 def _sleep():

@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import queue
+import re
 import sys
 import tempfile
 import time
@@ -17,17 +18,19 @@ import cloudpickle
 _PRELOAD = "tidemill_testing.preload"
 
 
-def _rank_main(payload: bytes, rank: int, world_size: int, store: str, results: Any) -> None:
+def _rank_main(payload: bytes, rank: int, world_size: int, folder: str, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.enable()  # the stack of a rank that ends by a signal such as SIGSEGV
+    os.dup2(os.open(_stderr(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()  # the stacks of a rank that ends by a signal such as SIGSEGV: Python's, and C++'s
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     try:
         environment, fn, args = cloudpickle.loads(payload)
         os.environ.clear()  # the fork server has the environment of its own start
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         dist.barrier()  # a rank whose `fn` leaves the group at once would close connections that others still open
         results.put((rank, None, cloudpickle.dumps(fn(*args))))
     except BaseException:  # noqa: BLE001 - sent to the parent, which raises it
@@ -66,20 +69,20 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     start = context()
     with tempfile.TemporaryDirectory(prefix="tidemill-ranks-") as folder:
         results = start.Queue()
-        store = str(Path(folder) / "store")
         processes = [
-            start.Process(target=_rank_main, args=(payload, rank, world_size, store, results), daemon=True)
+            start.Process(target=_rank_main, args=(payload, rank, world_size, folder, results), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
             process.start()
         try:
-            return _collect(processes, results, time.monotonic() + timeout_s, timeout_s)
+            return _collect(processes, results, folder, timeout_s)
         finally:
-            for process in processes:
+            for rank, process in enumerate(processes):
                 if process.is_alive():
                     process.kill()
                 process.join()
+                os.write(2, _read(_stderr(folder, rank)))
 
 
 def context() -> Any:
@@ -94,22 +97,30 @@ def context() -> Any:
     return context
 
 
-def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: float) -> list[Any]:
-    world_size = len(processes)
+def _stderr(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stderr_{rank}"
+
+
+def _read(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
+
+
+def _collect(processes: list[Any], results: Any, folder: str, timeout_s: float) -> list[Any]:
+    world_size, deadline = len(processes), time.monotonic() + timeout_s
     values: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []
     while len(values) < world_size:
         try:
             rank, failed_at, value = results.get(timeout=0.5)
         except queue.Empty:
-            if failures:  # ranks that waited for the failed one have had time to report
-                texts = [f"rank {rank} of {world_size} failed:\n{text}" for _, rank, text in sorted(failures)]
-                raise RuntimeError("\n".join(texts)) from None
             missing = sorted(set(range(world_size)) - set(values))
-            dead = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
-            if dead:
-                codes = {rank: processes[rank].exitcode for rank in dead}
-                raise RuntimeError(f"ranks died without a result; exit codes {codes}") from None
+            reported = {rank for _, rank, _ in failures}
+            ended = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
+            dead = [rank for rank in ended if rank not in reported or processes[rank].exitcode]
+            if failures or dead:  # ranks that waited for these have had time to report
+                texts = [f"rank {rank} of {world_size} {_end_of(processes[rank], folder, rank)}" for rank in dead]
+                texts += [f"rank {rank} of {world_size} failed:\n{text}" for _, rank, text in sorted(failures)]
+                raise RuntimeError("\n".join(texts)) from None
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {missing} of {world_size} did not finish within {timeout_s} s") from None
             continue
@@ -118,3 +129,10 @@ def _collect(processes: list[Any], results: Any, deadline: float, timeout_s: flo
         else:
             failures.append((failed_at, rank, value))
     return [values[rank] for rank in range(world_size)]
+
+
+def _end_of(process: Any, folder: str, rank: int) -> str:
+    """Describe how a rank ended, with the C++ stack of the thread that a signal such as SIGSEGV hit."""
+    stacks = re.split(r"\n(?=\w+\(\d+\), PID: )", _read(_stderr(folder, rank)).decode(errors="replace"))
+    hit = [stack for stack in stacks if "FatalSignalHandler::fatalSignalHandler" in stack]
+    return f"ended with exit code {process.exitcode}\n" + "".join(hit[:1])

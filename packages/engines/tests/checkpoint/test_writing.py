@@ -53,7 +53,7 @@ def run_after_a_kill(path, folder, backend):
 def test_kill_while_saving_keeps_previous_checkpoint(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=40_000)
     folder = tmp_path / "saved"
-    with pytest.raises(RuntimeError, match=r"ranks died without a result|rank 1 of 2 failed"):
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 ended with exit code -9"):
         run_ranks(run_killed, 2, path, folder, backend)
     left = sorted(file.name for file in folder.iterdir())
     assert left == [".two.partial", "hf", "one"]
