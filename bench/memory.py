@@ -3,10 +3,11 @@
     python bench/memory.py [--steps 120] [section.key=value ...]            the demo's model on a CPU
     python bench/memory.py --model qwen3-0.6b [--lengths lognormal:100,512] [section.key=value ...]
 
-prints a row for every tenth step: MiB of resident memory of the driver, the training workers, the engine's processes
-together and the episode workers, on GPUs also the memory in use and the most that a training worker allocated for
-tensors in that step; then the growth per 100 steps, which is the slope of a line through the second half of the steps.
-The first half has compilation, caches and the allocator's arenas. --model is a model of `tidemill bench`.
+prints a row for every step: MiB of resident memory of the driver, of each worker and of the processes that it started
+("rollout_0 sglang::scheduler"; those of one name together), on GPUs also the memory in use and the most that a training
+worker allocated for tensors in that step; then the growth per 100 steps, which is the slope of a line through the
+second half of the steps. The first half has compilation, caches and the allocator's arenas. --model is a model of
+`tidemill bench`.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +37,14 @@ _SMALL = (
 
 
 def resident_mib(run: RunDir, driver: psutil.Process) -> dict[str, float]:
-    """Return the resident memory of the driver, and of each worker with its descendants, by name."""
-    found = {"driver": driver.memory_info().rss / 2**20}
+    """Return the resident memory of the driver, of each worker, and of its descendants by their names."""
+    found = Counter({"driver": driver.memory_info().rss / 2**20})
     for registration in registered(run.logs):
         process = registration.process()
         if process is not None and registration.name != "driver":
-            family = [process, *process.children(recursive=True)]
-            found[registration.name] = sum(each.memory_info().rss for each in family) / 2**20
+            found[registration.name] = process.memory_info().rss / 2**20
+            for child in process.children(recursive=True):
+                found[f"{registration.name} {child.name()}"] += child.memory_info().rss / 2**20
     return found
 
 
@@ -82,12 +85,13 @@ def main() -> None:
         given = command(arguments.model, arguments.lengths, arguments.steps, Path(folder))
         rows = measure([*given, *overrides], Path(folder))
     names = sorted(rows[-1])
-    print("step  " + "".join(f"{name:>13}" for name in names))
-    for step in range(10, len(rows) + 1, 10):
-        print(f"{step:4}  " + "".join(f"{rows[step - 1].get(name, 0.0):13.1f}" for name in names))
+    widths = [max(9, len(name)) + 2 for name in names]
     half = rows[len(rows) // 2 :]
-    slopes = [100 * np.polyfit(range(len(half)), [row.get(name, 0.0) for row in half], 1)[0] for name in names]
-    print("/100  " + "".join(f"{slope:13.1f}" for slope in slopes))
+    slope = {name: 100 * np.polyfit(range(len(half)), [row.get(name, 0.0) for row in half], 1)[0] for name in names}
+    print("step" + "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
+    for label, row in [*enumerate(rows, 1), ("/100", slope)]:
+        values = (f"{row.get(name, 0.0):{width}.1f}" for name, width in zip(names, widths, strict=True))
+        print(f"{label:>4}" + "".join(values))
 
 
 if __name__ == "__main__":
