@@ -58,16 +58,6 @@ def test_rank_that_ends_by_a_signal_is_reported_with_the_stack_of_the_thread_tha
     assert "gloo::transport::tcp::Loop" not in str(caught.value)  # another thread
 
 
-def _interrupt():
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-    return True
-
-
-def test_ranks_can_be_interrupted():
-    assert run_ranks(_interrupt, 1) == [True]
-
-
 def _print():
     os.write(2, b"from a rank")
 

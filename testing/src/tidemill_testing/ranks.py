@@ -16,6 +16,8 @@ from typing import Any
 import cloudpickle
 
 _PRELOAD = "tidemill_testing.preload"
+_GRACE_S = 10.0
+"""Seconds for the other ranks to report their failures, and for a rank that a signal hit to write stacks and core."""
 
 
 def _rank_main(payload: bytes, rank: int, world_size: int, folder: str, results: Any) -> None:
@@ -109,15 +111,19 @@ def _collect(processes: list[Any], results: Any, folder: str, timeout_s: float) 
     world_size, deadline = len(processes), time.monotonic() + timeout_s
     values: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []
+    grace = 0.0  # until when the other ranks may report
     while len(values) < world_size:
         try:
             rank, failed_at, value = results.get(timeout=0.5)
         except queue.Empty:
             missing = sorted(set(range(world_size)) - set(values))
+            alive = {rank for rank in missing if processes[rank].is_alive() or not results.empty()}
             reported = {rank for _, rank, _ in failures}
-            ended = [rank for rank in missing if not processes[rank].is_alive() and results.empty()]
-            dead = [rank for rank in ended if rank not in reported or processes[rank].exitcode]
-            if failures or dead:  # ranks that waited for these have had time to report
+            dead = [rank for rank in missing if rank not in alive | reported or processes[rank].exitcode]
+            if failures or dead:
+                grace = grace or time.monotonic() + _GRACE_S
+                if alive and time.monotonic() < grace:
+                    continue
                 texts = [f"rank {rank} of {world_size} {_end_of(processes[rank], folder, rank)}" for rank in dead]
                 texts += [f"rank {rank} of {world_size} failed:\n{text}" for _, rank, text in sorted(failures)]
                 raise RuntimeError("\n".join(texts)) from None
