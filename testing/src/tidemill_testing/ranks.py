@@ -46,7 +46,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
     On a machine without a GPU the processes are forked from a server that has imported most of what they need
     (`tidemill_testing.preload`), so after the first call they start in a fraction of a second. They have the caller's
-    environment, with RANK, LOCAL_RANK and WORLD_SIZE set.
+    environment, with RANK, LOCAL_RANK and WORLD_SIZE set. What they write to stderr appears when all have ended.
 
     Args:
         fn: function of a test module or of a package.
@@ -57,7 +57,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         Return value of each rank, in rank order (plain data or CPU tensors).
 
     Raises:
-        RuntimeError: a rank raised (the message has its traceback), died, or did not return within `timeout_s`.
+        RuntimeError: a rank raised (the message has its traceback), died (its exit code, and after a signal such as
+            SIGSEGV the C++ stack of the thread that it hit), or did not return within `timeout_s`.
     """
     module = sys.modules.get(fn.__module__)
     by_value = module is not None and not fn.__module__.startswith("tidemill")
