@@ -13,6 +13,7 @@ TIMES = (
     "episode/addition/seconds",
     "weight_update/seconds",
     "weight_update/gb_per_s",
+    "weight_update/offload_s",
 )
 
 

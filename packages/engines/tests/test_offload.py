@@ -118,6 +118,22 @@ def test_overlapping_onloaded_contexts_offload_at_last_exit():
     assert tensor.untyped_storage().size() == 0
 
 
+def test_tensors_that_are_offloaded_later_stay_on_the_device_after_they_were_onloaded():
+    tensors = {"params": torch.arange(4.0), "grads": torch.ones(2)}
+    offloader = Offloader(
+        {kind: OffloadableTensors(lambda tensor=tensor: [tensor]) for kind, tensor in tensors.items()}
+    )
+    with offloader.offloaded_later("params", "optimizer"):
+        assert [tensor.untyped_storage().size() for tensor in tensors.values()] == [0, 0]
+        with offloader.onloaded("params", "grads"):
+            tensors["params"].add_(1)
+        assert tensors["params"].tolist() == [1, 2, 3, 4]
+        assert tensors["grads"].untyped_storage().size() == 0
+    assert tensors["params"].untyped_storage().size() == 0
+    with offloader.onloaded("params"):
+        assert tensors["params"].tolist() == [1, 2, 3, 4]
+
+
 def device_bytes(engine):
     """Return the device bytes of parameters, gradients and optimizer state, each storage once."""
 
@@ -184,7 +200,13 @@ def run_offload(path, batches, offload, folder):
     engine.reset_optimizer(engine.optimizer_config)
     seen["after a reset"] = device_bytes(engine)
     weights = weights_of(engine)
-    history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
+    with engine.offloaded_later("params"):
+        history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
+        seen["offloaded later"] = device_bytes(engine)
+        sent = weights_of(engine)
+    again = weights_of(engine)
+    assert all(torch.equal(sent[name], weight) for name, weight in again.items())
+    seen["offloaded then"] = device_bytes(engine)
     engine.close()
     return seen, history, log_probs, weights
 
@@ -240,10 +262,11 @@ def test_offload_frees_memory_and_is_bitwise_neutral(tmp_path):
             if "offload_policy" in offload:
                 continue
             params, grads, state = (offload.get(f"{kind}_offload") for kind in ("param", "grad", "optimizer"))
-            for moment in ("start", "after a step", "after saving", "after loading", "after a reset"):
+            for moment in ("start", "after a step", "after saving", "after loading", "after a reset", "offloaded then"):
                 sizes = seen[moment]
                 assert (sizes[0] == 0, sizes[1] == 0, sizes[2] == 0) == (bool(params), True, bool(state)), moment
             assert seen["gradients away"][1] == 0 if grads else seen["gradients away"][1] > 0
+            assert (seen["offloaded later"][0] > 0, seen["offloaded later"][2] == 0) == (True, bool(state))
             assert (seen["in a step"][0] > 0, seen["in a step"][2] == 0) == (True, bool(state))
             assert all(size > 0 for size in seen["in the optimizer"]), (offload, seen)
             assert all(size > 0 for size in seen["with gradients"][:2])

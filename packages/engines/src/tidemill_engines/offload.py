@@ -71,10 +71,16 @@ class OffloadableTensors:
         Args:
             measure: returns a context for each copy of the tensors.
         """
-        self._num_users += 1
-        try:
+        with self.offloaded_later(measure):
             with measure():
                 self.onload()
+            yield
+
+    @contextmanager
+    def offloaded_later(self, measure: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
+        """Offload the tensors at the end of this context, where contexts of `onloaded` within it would do so."""
+        self._num_users += 1
+        try:
             yield
         finally:
             self._num_users -= 1
@@ -136,6 +142,15 @@ class Offloader:
             for kind in kinds:
                 if (tensors := self._tensors.get(kind)) is not None:
                     stack.enter_context(tensors.onloaded(self._measure))
+            yield
+
+    @contextmanager
+    def offloaded_later(self, *kinds: str) -> Iterator[None]:
+        """Offload these kinds at the end of this context, where contexts of `onloaded` within it would do so."""
+        with ExitStack() as stack:
+            for kind in kinds:
+                if (tensors := self._tensors.get(kind)) is not None:
+                    stack.enter_context(tensors.offloaded_later(self._measure))
             yield
 
     def check_onloaded(self, *kinds: str) -> None:

@@ -1,6 +1,8 @@
 """The training worker: a Ray actor with one rank of the policy and of the models that share its processes."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import reduce
 from typing import Any
 
@@ -33,6 +35,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         self._clients: Sequence[EngineClient] = ()
         self._updater: WeightUpdater | None = None
         self._transfer: Transfer | None = None
+        self._until_sent = ExitStack()
 
     @register(compute, blocking=False)
     def infer(self, batch: DataProto) -> DataProto:
@@ -59,6 +62,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         Returns:
             Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
+        self._until_sent.enter_context(self._engine.offloaded_later("params"))
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
         return prefixed("actor", metrics) | self._engine.performance()
 
@@ -70,6 +74,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             `old_log_probs` and `entropy` before the step, ragged like `responses`, and in `meta_info["actor_metrics"]`
             what `update_actor` returns.
         """
+        self._until_sent.enter_context(self._engine.offloaded_later("params"))
         metrics, outputs = self._engine.train_batch_with_outputs(batch, self._loss, calculate_entropy=True)
         outputs = outputs.select(["log_probs", "entropy"]).rename("log_probs", "old_log_probs")
         outputs.meta_info["actor_metrics"] = prefixed("actor", metrics) | self._engine.performance()
@@ -105,14 +110,14 @@ class ActorWorker(PolicyWorker, RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, weight_version: int | str, only: Sequence[int] | None = None) -> dict[str, float]:
-        """Send the weights of the policy to engines.
+        """Send the weights of the policy to engines; then offload them, if they are to be offloaded after a step.
 
         Args:
             weight_version: version that the engines report afterwards.
             only: numbers of the engines to update; None: all.
 
         Returns:
-            `weight_update/*` metrics.
+            `weight_update/*` metrics of this rank; `weight_update/offload_s` is the time after the update.
 
         Raises:
             RuntimeError: an engine was not updated; the run requires all of them.
@@ -120,10 +125,14 @@ class ActorWorker(PolicyWorker, RoleWorker):
         assert self._updater is not None, "call connect_engines() first"
         if self._transfer is None:
             self._transfer = self._updater.declare(self._weights())
-        if only is None:
-            stats = self._transfer.send(weight_version)
-        else:
-            stats = self._transfer.readmit([self._clients[number] for number in only], weight_version)
+        with self._until_sent.pop_all():
+            if only is None:
+                stats = self._transfer.send(weight_version)
+            else:
+                stats = self._transfer.readmit([self._clients[number] for number in only], weight_version)
+            sent_at = time.monotonic()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # in turns, the memory is required next
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
             raise RuntimeError(
@@ -135,6 +144,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             "weight_update/bytes": float(stats.num_bytes),
             "weight_update/gb_per_s": stats.gb_per_s,
             "weight_update/verified": float(stats.verified),
+            "weight_update/offload_s": time.monotonic() - sent_at,
         }
         if stats.weight_version.isdecimal():  # reported by every engine after the update
             metrics["weight_update/version"] = float(stats.weight_version)

@@ -19,7 +19,7 @@ LINE = {
 TURNS = {"rollout/resume_s": 0.2, "rollout/release_s": 0.3, "perf/offload_s/actor": 0.15}
 
 
-@pytest.mark.parametrize("more", [{}, TURNS, {"timing_s/save_batch": 0.25}])
+@pytest.mark.parametrize("more", [{}, TURNS, {"timing_s/save_batch": 0.25}, TURNS | {"weight_update/offload_s": 0.06}])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_phases_add_up_to_the_wall_time(more, overlaps):
     phases = phase_seconds(LINE | more, 10.2, overlaps=overlaps)
@@ -37,6 +37,17 @@ def test_turns_are_no_part_of_generation_and_weight_update():
     assert turns["onload and offload of the trainer"] == 0.15
     assert apart["rest of the update"] == pytest.approx(0.7)
     assert turns["other"] == apart["other"] == pytest.approx(10.2 - 5.0 - 0.5 - 0.1 - 3.0 - 0.4)
+
+
+def test_offload_after_a_weight_update_is_no_part_of_it():
+    before, after = (
+        phase_seconds(LINE | TURNS | {"weight_update/offload_s": seconds}, 10.2, overlaps=False)
+        for seconds in (0.0, 0.06)
+    )
+    changed = {name: after[name] - before[name] for name in before if after[name] != pytest.approx(before[name])}
+    assert changed == pytest.approx(
+        {"onload and offload of the trainer": 0.06, "onload and offload of the engines": -0.06}
+    )
 
 
 def test_megatron_has_one_part_for_forward_and_backward():

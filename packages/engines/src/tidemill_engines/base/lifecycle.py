@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -169,6 +169,13 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
         """Keep complete weights on the device within the context."""
         with self._offloader.onloaded("params"):
             yield
+
+    def offloaded_later(self, *kinds: str) -> AbstractContextManager[None]:
+        """Return a context within which "params", "grads" or "optimizer" stay on the device once they were onloaded.
+
+        Its end offloads them, so that weights are on the device between a step and what reads them after it.
+        """
+        return self._offloader.offloaded_later(*kinds)
 
     def check_onloaded(self, *kinds: str) -> None:
         """Raise RuntimeError if one of "params", "grads" or "optimizer" is offloaded."""

@@ -51,16 +51,19 @@ def phase_seconds(metrics: Mapping[str, Any], wall_s: float, *, overlaps: bool) 
     resume, release = metrics.get("rollout/resume_s", 0.0), metrics.get("rollout/release_s", 0.0)
     gen = taken["gen"] - resume - release
     phases = {"waiting for episodes": gen} if overlaps else _generation(metrics, gen)
-    update, weights = taken["update_actor"], taken["update_weights"]
+    offload = metrics.get("weight_update/offload_s", 0.0)
+    update, weights = taken["update_actor"], taken["update_weights"] - offload
     parts = {title: metrics.get(f"perf/{part}_s/actor", 0.0) for part, title in _ENGINE.items()}
     parts["update of the critic"] = taken.get("update_critic", 0.0)
     in_turns = "rollout/release_s" in metrics
     sent = min(metrics["weight_update/seconds"], weights) if in_turns else weights
+    rest = update - sum(parts.values())
+    parts[_ENGINE["offload"]] += offload
     phases |= {
         "log-probs": taken["old_log_prob"],
         "scores and advantages": taken["adv"],
         **parts,
-        "rest of the update": update - sum(parts.values()),
+        "rest of the update": rest,
         "weight update": sent,
         "onload and offload of the engines": resume + release + weights - sent,
         "record of the batch": taken.get("save_batch", 0.0),

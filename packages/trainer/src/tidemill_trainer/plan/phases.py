@@ -67,8 +67,7 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 
     A device has one training process and, in turns or if the fractions of a GPU that both reserve add up to at most 1,
     one process of an engine. In turns, an engine holds nothing during training, and at a weight update its weights,
-    while the policy sends copies of its offloaded weights, one after the other. CUDA's context and fragmentation (about
-    1 to 2 GiB) are not included.
+    while the policy sends its own. CUDA's context and fragmentation (about 1 to 2 GiB) are not included.
 
     Args:
         config: configuration of the run, `placed`.
@@ -170,13 +169,11 @@ def _buffer(config: Config) -> Part:
 
 
 def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
-    """Return the offloaded weights that are on the device at a weight update: one at a time."""
-    engine, num_workers = config.engine, config.actor.num_workers
-    if not engine.param_offload:
+    """Return the weights of the policy, if they are offloaded after a weight update; else they are resident."""
+    if not config.engine.param_offload:
         return []
-    largest = sizes.largest if isinstance(engine, FSDP2Config) else sizes.embedding  # Megatron has each expert alone
-    num_bytes = engine_memory(sizes, config.model, engine, num_workers).params * largest / sizes.total
-    return [_part(config, "policy", "weights", num_bytes, at_work=True)]
+    memory = engine_memory(sizes, config.model, config.engine, config.actor.num_workers)
+    return [_part(config, "policy", "weights", memory.params, at_work=True)]
 
 
 def _training_parts(
