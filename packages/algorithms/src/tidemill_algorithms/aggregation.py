@@ -48,7 +48,7 @@ def token_weights(
         Ragged float32 [B, j]; 0 where the mask or `kept` is 0.
 
     Raises:
-        ValueError: an unknown mode; or an argument that the mode requires is missing; or one has no effect.
+        ValueError: an unknown mode; an argument that the mode requires is missing; one except `uid` has no effect.
 
     >>> ragged.values(token_weights(mask, "seq-mean-token-mean"))
     tensor([0.1667, 0.1667, 0.1111, 0.1111, 0.1111, 0.3333])

@@ -156,6 +156,18 @@ def test_rewards_that_are_not_finite_are_refused(name):
     batch = DataProto.from_dict(columns, {"uid": ["a", "a", "b"]})
     with pytest.raises(ValueError, match="expected finite rewards, got nan in row 1"):
         ADV_ESTIMATORS[name](batch)
+    of_tokens = {"token_level_rewards": ragged.like(torch.tensor([1.0, 0.0, torch.inf]), mask)}
+    batch = batch.union(DataProto.from_dict(of_tokens))
+    with pytest.raises(ValueError, match="expected finite token_level_rewards, got inf in row 2"):
+        ADV_ESTIMATORS[name](batch)
+
+
+def test_greedy_reward_that_is_not_finite_is_refused():
+    mask = ragged.ragged(torch.ones(2), [1, 1])
+    greedy = torch.tensor([0.0, -torch.inf])
+    batch = DataProto.from_dict({"response_mask": mask, "rewards": torch.zeros(2), "baseline_rewards": greedy})
+    with pytest.raises(ValueError, match="expected finite baseline_rewards, got -inf in row 1"):
+        ADV_ESTIMATORS["remax"](batch)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
