@@ -204,8 +204,7 @@ def run_offload(path, batches, offload, folder):
         history.append(engine.train_batch(rows[0], policy_like_loss, calculate_entropy=True))
         seen["offloaded later"] = device_bytes(engine)
         sent = weights_of(engine)
-    again = weights_of(engine)
-    assert all(torch.equal(sent[name], weight) for name, weight in again.items())
+    assert all(torch.equal(sent[name], weight) for name, weight in weights_of(engine).items())
     seen["offloaded then"] = device_bytes(engine)
     engine.close()
     return seen, history, log_probs, weights

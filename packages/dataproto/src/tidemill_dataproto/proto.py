@@ -29,9 +29,9 @@ class DataProto(BatchStorage):
             whatever its objects are; `from_dict` makes one of any list.
         meta_info: values that are not per row. Every batch has its own deep copy.
 
-    Operations return a new batch and do not change their inputs, except `pop`. `chunk`, `split`, slices, `select` and
-    `rename` share memory with their input; index, mask, `concat`, `reorder` and `repeat` copy. Objects in object
-    columns are always shared.
+    Operations return a new batch and do not change their inputs, except `pop`. `chunk`, `split`, slices with step 1,
+    `select` and `rename` share memory with their input; index, mask, `concat`, `reorder` and `repeat` copy. Objects in
+    object columns are always shared.
 
     Rows added by `pad_dataproto_to_divisor` stay marked in all operations. Iteration skips them, `concat` drops them,
     all other operations treat them as rows.

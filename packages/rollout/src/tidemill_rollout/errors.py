@@ -18,8 +18,8 @@ class EngineClosedError(EngineDiedError):
 class ModelError(RuntimeError):
     """Raised by an episode when the model made it impossible to continue, such as by an invalid answer format.
 
-    The outcome is "model_error" with a reward of 0, and the episode is trained on. Every other exception is a failure
-    of the environment, which is never trained on.
+    The outcome is "model_error" with a reward of 0, and the episode is trained on. Every other exception except
+    `LimitError` is a failure of the environment, which is never trained on.
     """
 
 
