@@ -1,8 +1,11 @@
 """Demonstrations have the tokens and the mask that the recorder gives to the same conversation."""
 
+from functools import partial
+
 import pytest
 from template_cases import FAMILIES, GLM, QWEN3, QWEN25, SYSTEM, TOOLS, WITH_TOOLS, Chat, tool, user
 from tidemill_rollout import ChatTemplate, TemplateError, demonstration
+from transformers import LlamaTokenizer
 
 
 def assert_equals_recorded_row(chat: Chat, num_prompt: int) -> None:
@@ -58,3 +61,60 @@ def test_demonstration_that_does_not_start_and_end_with_a_reply_is_refused(roles
     response = [{"role": role, "content": "x"} for role in roles]
     with pytest.raises(ValueError, match="must start and end with a reply of the assistant, got the roles"):
         demonstration(ChatTemplate(QWEN25.tokenizer(bpe)), [user("hello")], response)
+
+
+def _call(name):
+    return {"type": "function", "function": {"name": name, "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("content", "reply", "ignored"),
+    [
+        ("{{ message.content }}", {"content": "x", "reasoning_content": "R"}, "reasoning_content"),
+        ("{{ message.content }}", {"content": "x", "tool_calls": [_call("look")]}, "tool_calls"),
+        ("{{ message.tool_calls }}", {"content": "x", "tool_calls": [_call("look")]}, "content"),
+    ],
+)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_part_of_a_reply_that_the_template_ignores_is_named(content, reply, ignored, is_marked, bpe):
+    if is_marked:
+        content = f"{{% generation %}}{content}{{% endgeneration %}}"
+    template = ChatTemplate(
+        bpe(
+            "{% for message in messages %}<|im_start|>{% if message.role == 'assistant' %}"
+            + f"{content}{{% else %}}{{{{ message.content }}}}{{% endif %}}<|im_end|>{{% endfor %}}"
+            + "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+        )
+    )
+    prompt, response = [user("hello")], [{"role": "assistant", **reply}]
+    encode = (
+        partial(template.encode_marked, [*prompt, *response], None)
+        if is_marked
+        else partial(demonstration, template, prompt, response)
+    )
+    with pytest.raises(TemplateError, match=rf"the chat template ignores {ignored} of messages\[1\], .*; remove it"):
+        encode()
+
+
+_ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+_LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("source", [_ZEPHYR, _LLAMA2], ids=["zephyr", "llama2"])
+def test_reply_has_no_space_that_sentencepiece_puts_before_a_text(source, legacy):
+    pieces = ["<unk>", "<s>", "</s>", *map(chr, range(33, 127)), "▁", "\n", "▁b", "▁d", "▁▁"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("▁", "b"), ("▁", "d"), ("▁", "▁")]
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=merges, legacy=legacy)
+    tokenizer.chat_template = source
+    messages = [user("a"), {"role": "assistant", "content": "b"}, user("c"), {"role": "assistant", "content": "d"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    row = demonstration(ChatTemplate(tokenizer), messages[:1], messages[1:])
+    assert list(row.token_ids) == expected[: len(row.token_ids)]

@@ -17,9 +17,11 @@ from tidemill_rollout import (
     LimitError,
     ModelError,
     Outcome,
+    Problem,
     SessionConfig,
     load_episode,
     register_episode,
+    run_episode,
 )
 
 
@@ -47,6 +49,27 @@ def test_number_dict_and_outcome_are_results_of_an_episode(scripted, result, rew
     outcome = run(scripted("x<|im_end|>"), episode).outcome
     assert (outcome.status, outcome.reward, outcome.metrics) == ("ok", reward, metrics)
     assert all(type(value) is float for value in outcome.metrics.values())  # others would become text in JSON
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_episode_that_changes_its_problem_changes_it_for_no_other(scripted, is_async):
+    problem = Problem(id="0-0", prompt=[{"role": "user", "content": "a"}], extra_info={"tests": ["b"]})
+
+    def change(problem, session):
+        problem.prompt.append({"role": "user", "content": "c"})
+        return float(len(problem.prompt) + len(problem.extra_info.pop("tests")))
+
+    async def change_async(problem, session):
+        return change(problem, session)
+
+    policy = scripted()
+
+    async def twice():
+        function = change_async if is_async else change
+        return [await run_episode(function, problem, policy.session(str(number))) for number in range(2)]
+
+    assert [result.outcome.reward for result in asyncio.run(twice())] == [3.0, 3.0]
+    assert problem.extra_info == {"tests": ["b"]}
 
 
 @pytest.mark.parametrize(

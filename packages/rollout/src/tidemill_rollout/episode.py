@@ -1,6 +1,7 @@
 """An episode: a function that solves a problem through a session, and how it is found and run."""
 
 import asyncio
+import copy
 import math
 import os
 import sysconfig
@@ -69,7 +70,7 @@ async def run_episode(
 
     Args:
         function: the episode.
-        problem: the problem.
+        problem: the problem. The episode gets a copy, which it may change: other episodes have the same problem.
         session: a new session, which has ended afterwards.
         timeout_s: time limit of the episode.
     """
@@ -105,6 +106,7 @@ async def run_episode(
 async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> Outcome:
     process = os.getpid()
     try:
+        problem = copy.deepcopy(problem)
         if is_async(function):
             result = await function(problem, session)  # type: ignore[misc]
         else:

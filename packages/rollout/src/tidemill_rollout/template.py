@@ -116,7 +116,8 @@ class ChatTemplate:
         """Return the tokens of the last message as a reply of the model, with the token that ends it.
 
         Raises:
-            TemplateError: the template rejects the messages, or the prompt of the reply is no prefix of them.
+            TemplateError: the template rejects the messages, or ignores a part of the reply, or the prompt of the reply
+                is no prefix of them.
         """
         prompt = self.render(messages[:-1], tools, add_generation_prompt=True)
         text = self.render(messages, tools, add_generation_prompt=False)
@@ -127,7 +128,30 @@ class ChatTemplate:
                 "the chat template must write a reply right after its prompt; expected text that starts with "
                 f"{found.expected!r}, got {found.received!r}"
             )
-        return self.encode(body.removeprefix(prompt) + (closing or str(self.tokenizer.eos_token)))
+        self._check_complete(messages, len(messages) - 1, tools, text)
+        return self.encode_continuation(body.removeprefix(prompt) + (closing or str(self.tokenizer.eos_token)))
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows another one: without the space that SentencePiece prepends."""
+        start, ids = self.encode("\n"), self._encode_uncached("\n" + text)
+        return ids[len(start) :] if ids[: len(start)] == start else self._encode_uncached(text)
+
+    def _check_complete(self, messages: Sequence[Message], number: int, tools: Any, text: str) -> None:
+        """Raise a TemplateError if `text`, the template's text of the messages, lacks a part of the reply `number`."""
+        reply = messages[number]
+        texts = [name for name in ("content", "reasoning_content") if reply.get(name, "").strip()]
+        changed: dict[str, Any] = {name: f"{reply[name]}?" for name in texts}
+        if "tool_calls" in reply:
+            first, *rest = reply["tool_calls"]
+            name = first["function"]["name"] + "?"
+            changed["tool_calls"] = [first | {"function": first["function"] | {"name": name}}, *rest]
+        for name, value in changed.items():
+            others = [*messages[:number], reply | {name: value}, *messages[number + 1 :]]
+            if self.render(others, tools, add_generation_prompt=False) == text:
+                raise TemplateError(
+                    f"the chat template ignores {name} of messages[{number}], so it cannot be trained on; remove it, "
+                    "or set a tokenizer.chat_template that uses it"
+                )
 
     @property
     def marks_replies(self) -> bool:
@@ -138,10 +162,13 @@ class ChatTemplate:
         """Return the tokens of a conversation, and for each 1 if it is in a `{% generation %}` block, else 0.
 
         Raises:
-            TemplateError: the template rejects the messages.
+            TemplateError: the template rejects the messages, or ignores a part of a reply.
         """
         cleaned = [clean_message(message, number) for number, message in enumerate(messages)]
-        self.render(cleaned, tools, add_generation_prompt=False)  # raises if the template rejects them
+        text = self.render(cleaned, tools, add_generation_prompt=False)  # raises if the template rejects them
+        for number, message in enumerate(cleaned):
+            if message["role"] == "assistant":
+                self._check_complete(cleaned, number, tools, text)
         encoded = self.tokenizer.apply_chat_template(
             [for_template(message, has_developer="developer" in str(self.source)) for message in cleaned],
             tools=list(tools) if tools else None,
