@@ -13,18 +13,22 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 _STEPS = 'Let\'s think step by step and output the final answer after "####".'
-_ANSWER = re.compile(r"(?:####|Answer:|\\boxed\{)[\s$*]*(?:\\boxed\{)?\s*(-?[\d,]*\.?\d+)")
+_MARK = re.compile(r"####|Answer:|\\boxed\{")
+# Not the first number of a longer expression, such as 2\sqrt{3}, 1/2, 10^5, 3x or 12:30.
+_NUMBER = re.compile(r"(?:[\s$*]|\\[($])*(-?[\d,]*\.?\d+)(?![\d.,]*\d)(?!\s*(?:\\(?![%)\]\\$\s])|[\^/]))(?![(:A-Za-z])")
 _NUM_VALIDATION = 512
 
 
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Return 1.0 if the last number after "####", "Answer:" or in \\boxed{} is the ground truth, else 0.0."""
-    answers = _ANSWER.findall(solution_str)
-    return float(bool(answers) and _number(answers[-1]) == _number(str(ground_truth)))
+    """Return 1.0 if the ground truth, a number, is after the last "####", "Answer:" or \\boxed{, else 0.0."""
+    _, *answers = _MARK.split(solution_str)
+    found = _NUMBER.match(answers[-1]) if answers else None
+    return float(found is not None and _number(found[1]) == _number(str(ground_truth)))
 
 
 def gsm8k(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -63,8 +67,8 @@ def _problem(source: str, text: str, answer: str) -> dict[str, Any]:
     return {"data_source": source, "prompt": prompt, "ground_truth": answer.strip().replace(",", "")}
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _number(text: str) -> Decimal:
+    return Decimal(text.replace(",", ""))  # two integers above 2**53 may be equal as floats
 
 
 def _rows(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:

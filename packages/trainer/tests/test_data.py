@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 from tidemill_dataproto import ragged
 from tidemill_rollout import ChatTemplate
+from tidemill_rollout.messages import check_messages
 from tidemill_trainer.config import DataConfig
 from tidemill_trainer.data import DataError, PromptLoader, load_prompts, read_rows, to_problems, with_responses
 from tidemill_trainer.demo.chat import chat_tokenizer
@@ -103,6 +104,29 @@ def test_verl_ground_truth_is_read(tmp_path, tokenizer):
     assert data.non_tensor_batch["data_source"].tolist() == ["openai/gsm8k"]
 
 
+def test_prompt_has_the_tokens_that_an_episode_gives_it(tmp_path):
+    """Text in parts, a role that the template may not know, and arguments as JSON text."""
+    prompt = [
+        {"role": "developer", "content": "fig"},
+        {"role": "user", "content": [{"type": "text", "text": "lemon"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "price", "arguments": '{"item": "fig"}'}}]},
+        {"role": "tool", "content": "1"},
+    ]
+    tokenizer = chat_tokenizer(PIECES)
+    data, _ = load_prompts([_write(tmp_path / "p.jsonl", [{"prompt": prompt}])], tokenizer, DataConfig())
+    template = ChatTemplate(tokenizer)
+    expected = template.render(check_messages(prompt), None, add_generation_prompt=True)
+    assert tokenizer.decode(data["prompts"][0]) == expected
+    assert "lemon" in expected
+    assert '"arguments": {"item": "fig"}' in expected
+
+
+def test_null_ground_truth_does_not_hide_the_one_of_verl(tmp_path, tokenizer):
+    row = {"prompt": "1+1=", "ground_truth": None, "reward_model": {"ground_truth": "2"}}
+    data, _ = load_prompts([_write(tmp_path / "v.jsonl", [row])], tokenizer, DataConfig())
+    assert data.non_tensor_batch["ground_truth"].tolist() == ["2"]
+
+
 def test_ground_truths_that_are_lists_stay_lists(tmp_path, tokenizer):
     rows = [{"prompt": "1=", "ground_truth": [1, 2]}, {"prompt": "2=", "ground_truth": [3, 4]}]
     data, _ = load_prompts([_write(tmp_path / "l.jsonl", rows)], tokenizer, DataConfig())
@@ -167,7 +191,7 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
         (
             "a.jsonl",
             '{"prompt": [{"role": "user", "content": "1"}]}\n',
-            r"a\.jsonl, row 1: the chat template of the model rejects .*chat_template is not set",
+            r"a\.jsonl, row 1: messages require a chat template, .* has none; add chat_template\.jinja",
         ),
         ("a.parquet", "PAR1 and no more", r"a\.parquet cannot be read as parquet: "),
     ],

@@ -67,6 +67,15 @@ def test_copies_of_a_problem_of_dapo_math_are_removed(module, tmp_path):
         ("#### 4", "5", 0.0),
         ("#### five", "5", 0.0),
         ("", "5", 0.0),
+        ("Answer: \\(34\\)", "34", 1.0),
+        ("#### \\$18", "18", 1.0),
+        ("#### 50%", "50", 1.0),
+        ("Answer: 2\\sqrt{3}", "2", 0.0),
+        ("Answer: 1/2", "1", 0.0),
+        ("#### 10\nAnswer: 10^{5}", "10", 0.0),
+        ("\\boxed{3x+1}", "3", 0.0),
+        ("Answer: 12:30", "12", 0.0),
+        ("Answer: 9007199254740993", "9007199254740992", 0.0),
     ],
 )
 def test_last_marked_number_is_the_answer(text, truth, expected):

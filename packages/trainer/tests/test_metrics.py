@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from tidemill_rollout import Outcome, Problem
 from tidemill_trainer.episodes import EpisodeError
@@ -98,6 +100,8 @@ def test_episodes_are_counted_by_status_reason_and_source():
     assert metrics["episode/status/ok"] == metrics["episode/status/truncated"] == 1.0
     assert metrics["episode/reason/length"] == metrics["episode/reason/ValueError"] == 1.0
     assert (metrics["episode/num_retries"], metrics["episode/num_worker_restarts"]) == (1.0, 1.0)
+    greedy = replace(episodes, baselines=[summaries[2]])
+    assert episode_metrics(greedy, 5)["episode/num_retries"] == 2.0
     assert metrics["rollout/trained_token_share"] == 0.5
     assert metrics["episode/sums/num_tool_calls/mean"] == 2.0
     assert metrics["episode/sums/seconds/p50"] == 1.5

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import ChatTemplate, Problem, Trajectory, demonstration
+from tidemill_rollout.messages import check_messages
 from transformers import PreTrainedTokenizerBase
 
 from tidemill_trainer.config import DataConfig
@@ -51,11 +52,12 @@ def load_prompts(
     prompts: list[torch.Tensor] = []
     columns: dict[str, list[Any]] = {name: [] for name in (*_PROBLEM_COLUMNS, "response")}
     num_skipped = 0
+    template = ChatTemplate(tokenizer)
     for file in files:
         for number, row in enumerate(read_rows(Path(file)), start=1):
             where = f"{file}, row {number}"
             try:
-                ids = encode_prompt(row, tokenizer)
+                ids = encode_prompt(row, template)
             except ValueError as error:
                 raise DataError(f"{where}: {error}") from error
             if len(ids) > config.max_prompt_length:
@@ -78,7 +80,7 @@ def load_prompts(
             columns["ground_truth"].append(ground_truth)
             columns["extra_info"].append(row.get("extra_info"))
             columns["tools"].append(row.get("tools"))
-            columns["response"].append(_response(row, tokenizer, where))
+            columns["response"].append(_response(row, template, where))
     if not prompts:
         reason = f" ({num_skipped} have a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
         raise DataError(f"expected problems in {', '.join(files) or 'an empty list of files'}, got none{reason}")
@@ -162,14 +164,14 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
     examples = []
     columns = batch.non_tensor_batch
     is_chat = [isinstance(prompt, list) for prompt in columns["prompt"]]
-    end = end_of_reply(tokenizer) if any(is_chat) else None
+    template, end = ChatTemplate(tokenizer), end_of_reply(tokenizer) if any(is_chat) else None
     for ids, has_messages, response in zip(batch["prompts"].unbind(), is_chat, columns["response"], strict=True):
         if response is None:
             raise DataError("the warm-up requires a `response` in every row; add it, or set warmup.max_steps=0")
         if isinstance(response, Trajectory):
             examples.append(Example.of_trajectory(response))
         else:
-            examples.append(Example.of_text(ids.tolist(), response, tokenizer, end=end if has_messages else None))
+            examples.append(Example.of_text(ids.tolist(), response, template, end=end if has_messages else None))
     return to_batch(examples)
 
 
@@ -263,35 +265,31 @@ def _check_surrogates(row: dict[str, Any]) -> None:
             ) from error
 
 
-def encode_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of the `prompt` of a row: a text, or messages with the start of a reply.
+def encode_prompt(row: Mapping[str, Any], template: ChatTemplate) -> list[int]:
+    """Return the tokens of the `prompt` of a row: a text, or messages with the start of a reply, as of an episode.
 
     Raises:
-        ValueError: there is no prompt, it is empty, or the chat template rejects it.
+        ValueError: there is no prompt, it is empty, its messages are invalid, or the chat template rejects them.
     """
     prompt = row.get("prompt")
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        ids = template.encode(prompt)
     elif isinstance(prompt, list):
-        tools = row.get("tools")
-        try:
-            if tools:
-                ChatTemplate(tokenizer).check_tools(tools)
-            encoded = tokenizer.apply_chat_template(
-                prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+        if template.source is None:
+            raise ValueError(
+                "messages require a chat template, and the tokenizer of the model has none; add chat_template.jinja to "
+                "its folder, or write the prompt as a text"
             )
-        except Exception as error:  # a template can raise any error, also if the tokenizer has none
-            raise ValueError(f"the chat template of the model rejects these messages: {error}") from error
-        ids = encoded["input_ids"]  # type: ignore[index]
+        ids = template.encode(template.render(check_messages(prompt), row.get("tools"), add_generation_prompt=True))
     else:
         found = repr(prompt) if "prompt" in row else f"no such key among {list(row)}"
         raise ValueError(f"expected `prompt` as a string or a list of messages, got {found}")
     if not ids:
         raise ValueError(f"expected a `prompt` with at least one token, got {prompt!r}")
-    return [int(token) for token in ids]
+    return ids
 
 
-def _response(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> str | Trajectory | None:
+def _response(row: dict[str, Any], template: ChatTemplate, where: str) -> str | Trajectory | None:
     """Return the demonstration of a row: a text, or the tokens of messages as an episode would record them."""
     response = row.get("response")
     if response is None or isinstance(response, str):
@@ -302,13 +300,13 @@ def _response(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: st
             f"got {response!r}"
         )
     try:
-        return demonstration(ChatTemplate(tokenizer), row["prompt"], response, row.get("tools"))
+        return demonstration(template, row["prompt"], response, row.get("tools"))
     except ValueError as error:
         raise DataError(f"{where}: expected a `response` that continues the prompt: {error}") from error
 
 
 def _ground_truth(row: dict[str, Any]) -> Any:
-    if "ground_truth" in row:
+    if row.get("ground_truth") is not None:
         return row["ground_truth"]
     nested = row.get("reward_model")  # verl's format
     return nested.get("ground_truth") if isinstance(nested, dict) else None

@@ -95,7 +95,8 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
     """
     summaries = episodes.summaries
     reasons = Counter(kind_of(summary.outcome.reason) for summary in summaries if summary.outcome.status != "ok")
-    num_errors = sum(each.outcome.status == "environment_error" for each in (*summaries, *episodes.baselines))
+    every = [*summaries, *episodes.baselines]
+    num_errors = sum(each.outcome.status == "environment_error" for each in every)
     forks: Counter[str] = Counter()
     for summary in summaries:
         forks.update({name: int(count) for name, count in summary.counts.items() if name.startswith("num_forks/")})
@@ -107,7 +108,7 @@ def episode_metrics(episodes: Episodes, num_trained_tokens: int) -> dict[str, fl
         **_by_status("episode/status", summaries),
         **{f"episode/reason/{reason}": float(count) for reason, count in sorted(reasons.items())},
         "reward/num_errors": float(num_errors),
-        "episode/num_retries": float(sum(len(summary.failures) for summary in summaries) - num_errors),
+        "episode/num_retries": float(sum(len(each.failures) for each in every) - num_errors),
         "episode/num_worker_restarts": float(episodes.num_restarts),
         "episode/seconds/p90": float(np.quantile(seconds_of_all, 0.9)),
         "episode/seconds/max": float(seconds_of_all.max()),

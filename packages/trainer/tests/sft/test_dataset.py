@@ -141,6 +141,14 @@ def test_pairs_are_two_rows_and_common_messages_are_their_prompt(write):
         ({"messages": [{"role": "judge", "content": "a"}]}, r"messages\[0\]: expected an object with a role of system"),
         ({"messages": [user("a"), reply(" ")]}, r"messages\[1\]: expected an assistant message with content"),
         ({"messages": [user("a"), reply("b"), user("c")]}, "must start and end with a reply"),
+        (
+            {"messages": [reply("b"), user("a"), reply("b")]},
+            "expected another message before the first reply",
+        ),
+        (
+            {"messages": [user("a"), reply("b", weight=0), user("c"), reply("d", weight=1)]},
+            r"\[1\]: weight=0 is not",
+        ),
         ({"messages": [user("a"), reply("b")], "tools": "x"}, "expected `tools` as a list"),
         ({"messages": [user("a"), reply("b" * 40)]}, r"at most data\.max_length=32 tokens, got 45; .*truncation"),
         ({"prompt": 3, "response": "b"}, "expected `prompt` as a string or a list of messages, got 3"),
@@ -157,6 +165,10 @@ def test_invalid_row_is_refused_with_file_and_number(write, row, message):
     [
         ({"messages": []}, "DPO expects the columns 'chosen' and 'rejected', got 'messages'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        (
+            {"prompt": [user("a")], "chosen": [reply("b")], "rejected": [reply("b", name="c")]},
+            "chosen and rejected have equal tokens",
+        ),
         ({"chosen": [user("a"), reply("b")], "rejected": [user("c"), reply("b")]}, "2 and 2 messages the first 0 are"),
         (
             {"chosen": [user("a"), reply("b")], "rejected": [user("a"), reply("b"), user("c"), reply("d")]},

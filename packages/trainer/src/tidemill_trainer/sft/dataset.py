@@ -60,6 +60,15 @@ class Encoder:
             )
         if chosen == rejected:
             raise ValueError("expected two different responses, but chosen and rejected are equal; remove the row")
+        pair = self._pair(row, chosen, rejected)
+        if pair[0] == pair[1]:
+            raise ValueError(
+                "expected two different responses, but chosen and rejected have equal tokens, after the chat template "
+                "and data.truncation; remove the row, or raise data.max_length"
+            )
+        return pair
+
+    def _pair(self, row: Mapping[str, Any], chosen: Any, rejected: Any) -> list[Example]:
         if row.get("prompt") is not None:
             return [self._fitted(self._of_response(row, response)) for response in (chosen, rejected)]
         pair = [_checked_messages(messages) for messages in (chosen, rejected)]
@@ -87,6 +96,8 @@ class Encoder:
         if self._template.marks_replies:
             _check_replies(cleaned)
             return Example.of_mask(*self._template.encode_marked(cleaned, _checked_tools(tools)))
+        if replies[0] == 0:
+            raise ValueError("expected another message before the first reply; add it, or remove the reply")
         return self._of_reply(cleaned[: replies[0]], cleaned[replies[0] :], tools)
 
     def _of_response(self, row: Mapping[str, Any], response: Any) -> Example:
@@ -103,7 +114,7 @@ class Encoder:
         if isinstance(row["prompt"], list):
             self._check_template()
             end = self._end_of_reply
-        return Example.of_text(encode_prompt(dict(row), self._tokenizer), response, self._tokenizer, end=end)
+        return Example.of_text(encode_prompt(row, self._template), response, self._template, end=end)
 
     def _of_reply(self, prompt: Sequence[Message], response: Sequence[Message], tools: Any) -> Example:
         self._check_template()
@@ -173,6 +184,11 @@ def _checked_messages(messages: Any) -> list[Message]:
 
 def _check_replies(messages: Sequence[Message], first: int = 0) -> None:
     for number, message in enumerate(messages, start=first):
+        if message["role"] == "assistant" and message.get("weight", 1) != 1:
+            raise ValueError(
+                f"messages[{number}]: weight={message['weight']} is not supported, every reply is trained on; end the "
+                "conversation before this message, or put it into the `prompt` of a row with a `response`"
+            )
         content = (message["content"], message.get("reasoning_content") or "")
         if message["role"] == "assistant" and not any(map(str.strip, content)) and not message.get("tool_calls"):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 from tidemill_dataproto import DataProto, ragged
-from tidemill_rollout import Trajectory
+from tidemill_rollout import ChatTemplate, Trajectory
 from transformers import PreTrainedTokenizerBase
 
 
@@ -31,17 +31,18 @@ class Example:
 
     @classmethod
     def of_text(
-        cls, prompt_ids: Sequence[int], response: str, tokenizer: PreTrainedTokenizerBase, *, end: int | None = None
+        cls, prompt_ids: Sequence[int], response: str, template: ChatTemplate, *, end: int | None = None
     ) -> Self:
         """Create the example of a text that follows a prompt.
 
         Args:
             prompt_ids: tokens of the prompt.
             response: text, which is encoded as it is.
-            tokenizer: tokenizer of the model.
+            template: template with the tokenizer of the model.
             end: token that ends the response, such as `end_of_reply` after messages; None: the tokenizer's end token.
         """
-        ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id if end is None else end]
+        eos: int = template.tokenizer.eos_token_id  # type: ignore[assignment]
+        ids = [*template.encode_continuation(response), eos if end is None else end]
         return cls(token_ids=[*prompt_ids, *ids], num_prompt_tokens=len(prompt_ids), response_mask=[1] * len(ids))
 
     @classmethod
