@@ -75,6 +75,11 @@ def test_missing_key_missing_file_and_invalid_toml_are_rejected(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"config file {tmp_path / 'none.toml'} does not exist"):
         load_config("none.toml")
+    with pytest.raises(ConfigError, match=f"expected a config file, got the folder {tmp_path}; that of a run has the"):
+        load_config(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"config file .*file/a\.toml cannot be read: Not a directory"):
+        load_config("file/a.toml")
     with pytest.raises(ConfigError, match="does not exist; the first argument must be a TOML file"):
         load_config("optimizer.lr=1e-6")
     data = tmp_path / "train.jsonl"

@@ -91,7 +91,7 @@ def test_model_at_a_url_is_downloaded_to_the_folder_of_the_run(assets, tmp_path)
         evaluation_config(run, [])
 
 
-def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path):
+def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(assets, tmp_path, monkeypatch):
     run = tmp_path / "runs" / "mine"
     (run / "assets").mkdir(parents=True)
     save_config(
@@ -109,6 +109,8 @@ def test_checkpoint_and_run_are_evaluated_with_the_configuration_of_their_run(as
         assert (config.rollout.temperature, config.trainer.name, config.warmup.max_steps) == (0.5, None, 0)
         assert stem == "eval-mine-step_000007"
         assert "load_format" not in config.rollout.engine_args
+    monkeypatch.chdir(checkpoint)
+    assert evaluation_config(Path(), [])[1] == evaluation_config(Path("../step_000007"), [])[1] == stem
     with pytest.raises(ConfigError, match="expected the folder of a run or of one of its checkpoints"):
         evaluation_config(tmp_path, [])
     with pytest.raises(ConfigError, match="runs/nothing does not exist; give the folder of a run or a config file"):

@@ -1,8 +1,11 @@
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tidemill_trainer.cli import DEMO_CONFIG, main
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.run import _run, _Work
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,31 @@ def test_user_error_is_reported_without_traceback_or_run_folder(
     assert f"error: {message}" in err
     assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_run_that_begins_again_gives_its_loggers_all_steps(config_file, tmp_path, monkeypatch, progress):
+    """The first attempt stops after three steps without a checkpoint."""
+    received: list[list[int]] = []
+
+    config = load_config(config_file, [f"trainer.run_dir={tmp_path}", "trainer.name=a", "trainer.save_freq=1"])
+
+    @contextmanager
+    def loggers(config, run, progress):
+        received.append([row["step"] for row in run.read_metrics()])
+        yield
+
+    def attempt(steps, error):
+        def do(config, run):
+            for step in steps:
+                run.append_metrics({"step": step})
+            raise error
+
+        return _Work(prepare=lambda: do, after_stop=lambda run: "")
+
+    monkeypatch.setattr("tidemill_trainer.run.open_loggers", loggers)
+    for steps, resume in (([1, 2, 3], False), ([1], True)):
+        _run(config, "x", progress, attempt(steps, KeyboardInterrupt()), resume=resume)
+    assert received == [[], []]
 
 
 def test_demo_does_not_write_into_an_existing_run(tmp_path, capfd, monkeypatch):

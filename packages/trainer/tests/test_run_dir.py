@@ -166,10 +166,12 @@ def test_run_without_a_checkpoint_begins_again_only_by_resume(tmp_path):
     run = _open(config, "x", resume=True)
     assert len(run.read_metrics()) == len(run.read_rollouts()) == 1
     warnings: list[str] = []
-    (run.path / "loggers").mkdir()  # with what they have received of the attempt
+    of_loggers = [run.path / "loggers", run.path / "tensorboard"]  # with what they have received of the attempt
+    for folder in of_loggers:
+        folder.mkdir()
     for _ in range(2):
         run.begin(warnings.append)
-        assert not (run.path / "loggers").exists()
+        assert not any(map(Path.exists, of_loggers))
         assert run.read_metrics() == run.read_rollouts() == []
     [moved] = run.path.glob("stopped-*")
     assert warnings == [f"the run has no checkpoint, so it begins again; the metrics of its steps are now in {moved}"]

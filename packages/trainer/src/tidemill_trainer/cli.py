@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     config: Path | None = getattr(args, "config", None)
-    if config is not None and not config.is_file():  # before the imports
+    if config is not None and not os.path.lexists(config):  # before the imports
         sys.stderr.write(f"error: config file {config.absolute()} does not exist; check the path\n")
         return 1
     signal.signal(signal.SIGTERM, _interrupt)

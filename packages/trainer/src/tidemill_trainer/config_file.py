@@ -205,7 +205,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def is_sft_config(path: Path) -> bool:
     """Return whether a file is a configuration of `tidemill sft` that `tidemill train` does not accept."""
-    return _has_sft_keys(_read(path))
+    return _has_sft_keys(read_toml(path))
 
 
 def is_config_file(argument: str) -> bool:
@@ -215,21 +215,32 @@ def is_config_file(argument: str) -> bool:
 
 def _merged(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a file and of overrides, which replace them."""
-    data = _read(Path(path))
+    data = read_toml(Path(path))
     for override in overrides:
         if is_config_file(override):
-            _merge(data, _read(Path(override)))
+            _merge(data, read_toml(Path(override)))
         else:
             _apply(data, override)
     return data
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        hint = "the first argument must be a TOML file" if "=" in path.name else "check the path"
-        raise ConfigError(f"config file {path.absolute()} does not exist; {hint}")
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the keys of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        hint = "the first argument must be a TOML file" if "=" in path.name else "check the path"
+        raise ConfigError(f"config file {path.absolute()} does not exist; {hint}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"expected a config file, got the folder {path.absolute()}; that of a run has the file config.toml"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"config file {path.absolute()} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "" if path.suffix == ".toml" else f"; if it contains data, pass data.train_files='[\"{path}\"]'"
         raise ConfigError(f"config file {path} is not valid TOML in UTF-8: {error}{hint}") from error
@@ -286,7 +297,7 @@ def _check_keys(root: type, cls: type, data: Any, where: tuple[str, ...]) -> Non
         section = _engine_config(value) if path == ("engine",) else section_in(hints[key])
         if section is None:
             continue
-        if isinstance(value, list):
+        if isinstance(value, list) and path != ("engine",):
             for number, item in enumerate(value):
                 _check_keys(root, section, item, (*path, str(number)))
         else:
@@ -295,7 +306,7 @@ def _check_keys(root: type, cls: type, data: Any, where: tuple[str, ...]) -> Non
 
 def _engine_config(section: Any) -> type:
     backend = section.get("backend", _DEFAULT_BACKEND) if isinstance(section, dict) else _DEFAULT_BACKEND
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ConfigError(f"config key engine.backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return BACKENDS[backend]
 

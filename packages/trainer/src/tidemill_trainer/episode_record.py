@@ -24,8 +24,9 @@ def episode_record(
 
     Returns:
         `prompt` and `response` are the texts of the first row. A failed episode has no rows, and no score. In `rows`,
-        `turns` are (context, sampled) token counts, whose sums cover all tokens in order; `response_mask`, log-probs
-        and advantages have one entry per token after the prompt.
+        `turns` are (context, sampled) token counts, whose sums cover all tokens in order, and `texts` the texts of both
+        in each turn, where there are no `messages`; `response_mask`, log-probs and advantages have one entry per token
+        after the prompt.
     """
     task, outcome = summary.task, summary.outcome
     own: list[DataProto] = []
@@ -57,8 +58,14 @@ def _row(row: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     objects = {
         name: row.non_tensor_batch[name][0] for name in ("branch", "finish_reason", "versions", "turns", "messages")
     }
+    texts, start = [], 0  # a character may have several tokens, so single tokens do not add up to the text
+    for context, sampled in objects["turns"] if objects["messages"] is None else ():
+        middle, end = start + context, start + context + sampled
+        texts.append([tokenizer.decode(ids[start:middle]), tokenizer.decode(ids[middle:end])])
+        start = end
     return {
         **objects,
+        "texts": texts,
         "token_ids": ids,
         "tokens": [tokenizer.decode([token]) for token in ids],
         **{name: [round(value, 6) for value in row[name].values().tolist()] for name in _VALUES if name in row.batch},

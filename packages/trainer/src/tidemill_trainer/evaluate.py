@@ -1,6 +1,7 @@
 """The command `tidemill eval`: run the validation problems through the episodes of a configuration."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ def evaluation_config(target: Path, overrides: Sequence[str]) -> tuple[Config, s
     if not target.exists() and target.suffix != ".toml":
         raise ConfigError(f"{target.absolute()} does not exist; give the folder of a run or a config file")
     if target.is_dir():
+        target = Path(os.path.abspath(target))  # "." and ".." have no name
         is_run = (target / "config.toml").is_file()
         run = RunDir(target if is_run else target.absolute().parent.parent)
         step = run.newest_checkpoint()
@@ -156,7 +158,7 @@ def write_results(
     sampling = "greedy" if greedy else f"temperature {config.rollout.temperature:g}"
     content = {"model": config.model.path, "n": n, "sampling": sampling, "results": results}
     (run.path / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    progress.console.print(_table(results, f"{config.model.path}, {sampling}"))
+    progress.console.print(_table(results, escape(f"{config.model.path}, {sampling}")))
     check_errors(episodes.summaries, "the evaluation", config.episode.max_error_share, progress)
     progress.info(f"the evaluation is in {run.path}", style="bold")
 

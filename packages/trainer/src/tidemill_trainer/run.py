@@ -103,7 +103,7 @@ def evaluate(target: Path, overrides: Sequence[str], *, n: int, greedy: bool) ->
     quiet_libraries()
     try:
         config, stem = evaluation_config(target, overrides)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         progress.fail(str(error))
         return 1
 
@@ -159,7 +159,7 @@ def replay(
     quiet_libraries()
     try:
         plan = replay_plan(target, steps, overrides, has_generation=has_generation)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         progress.fail(str(error))
         return 1
 
@@ -244,8 +244,11 @@ def _run(config: ConfigT, stem: str, progress: Progress, work: _Work[ConfigT], *
         import_ray(config.trainer.ray_address)
         while True:
             try:
-                with open_run(current, stem, resume=resume) as run, open_loggers(current, run, progress):
-                    do(current, run)
+                with open_run(current, stem, resume=resume) as run:
+                    if resume and run.newest_checkpoint() is None:  # before loggers read what they have received
+                        run.begin(progress.warn)
+                    with open_loggers(current, run, progress):
+                        do(current, run)
                 break
             except WorkerDiedError as error:
                 if run is None or is_engine(error.group) or num_restarts >= config.trainer.max_restarts:
@@ -360,8 +363,8 @@ def _reported(run: RunDir, progress: Progress) -> Iterator[None]:
     finally:
         try:
             write_report(run)
-        except OSError as error:  # such as a full disk; the error that stopped the training is more important
-            progress.warn(f"cannot write the report: {error}")
+        except Exception as error:  # noqa: BLE001 - the training, or the error that stopped it, is more important
+            progress.warn(f"cannot write the report: {type(error).__name__}: {error}")
 
 
 def _summary(error: Exception) -> str:

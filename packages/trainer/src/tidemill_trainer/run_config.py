@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -120,6 +121,10 @@ class RunConfig:
             for workers_key, workers in self.training_workers().items():
                 require(workers % size == 0, f"engine.{key} = {size} must divide {workers_key}={workers}")
 
+        name = self.trainer.name
+        if name is not None:
+            is_name = Path(name).name == name and name not in ("", "..")
+            require(is_name, f"trainer.name must be the name of a folder in trainer.run_dir, without '/', got {name!r}")
         nodes, workers = self.trainer.nnodes, self.actor.num_workers
         require(workers % nodes == 0, f"trainer.nnodes={nodes} must divide actor.num_workers={workers}")
 

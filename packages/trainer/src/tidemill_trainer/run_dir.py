@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from tidemill_trainer.config_file import (
     ConfigError,
     config_to_dict,
     read_config,
+    read_toml,
     save_config,
     with_absolute_paths,
 )
@@ -64,7 +64,7 @@ class RunDir:
         """Folder of the checkpoints, or its URL."""
         if self._checkpoints is not None:
             return self._checkpoints
-        trainer = tomllib.loads(self.config.read_text()).get("trainer", {}) if self.config.is_file() else {}
+        trainer = read_toml(self.config).get("trainer", {}) if self.config.is_file() else {}
         return _checkpoints_of(self.path, trainer.get("checkpoint_dir"))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
@@ -145,7 +145,8 @@ class RunDir:
         if next(read_lines(self.metrics), None) is not None:
             folder = self.path / f"stopped-{time.strftime('%Y%m%d-%H%M%S')}"
             folder.mkdir()
-            for file in filter(Path.exists, (self.metrics, self.rollouts, self.forks, self.path / "loggers")):
+            of_loggers = self.path / "loggers", self.path / "tensorboard"
+            for file in filter(Path.exists, (self.metrics, self.rollouts, self.forks, *of_loggers)):
                 file.rename(folder / file.name)
             warn(f"the run has no checkpoint, so it begins again; the metrics of its steps are now in {folder}")
         self.remove_after(-1)  # an incomplete line

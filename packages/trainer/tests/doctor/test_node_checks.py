@@ -21,7 +21,10 @@ def test_healthy_node_has_no_findings(make_node):
         ({"shared_memory_bytes": 64 << 20}, r"/dev/shm has 0\.06 GiB, expected at least 1 GiB.*; enlarge it"),
         ({"gpus": (_IN_USE,)}, r"GPU 3 has 10\.0 of 80\.0 GiB free, used by process 77 \(python\); stop what uses it"),
         ({"gpus": (_INVISIBLE,)}, r"GPU 0 has .* free, used by processes that are not visible here"),
-        ({"leftovers": ("/tmp/tidemill-run-x",)}, r"dead runs left /tmp/tidemill-run-x; .*`tidemill doctor --clean`"),
+        (
+            {"leftovers": ("/tmp/tidemill-run-x",)},
+            r"left /tmp/tidemill-run-x; .*repeat this command with --clean",
+        ),
     ],
 )
 def test_problem_of_a_node_is_a_warning_with_node_cause_and_remedy(make_node, facts, message):

@@ -49,6 +49,7 @@ def line(step, sample, question="What is 17*23+4?", *, versions=None, **changes)
         "finish_reason": "stop",
         "versions": versions or [[str(step - 1), sum(mask)]],
         "turns": turns,
+        "texts": [],
         "token_ids": [sum(map(ord, token)) % 5000 for token in tokens],
         "tokens": tokens,
         "response_mask": mask,

@@ -46,6 +46,16 @@ def test_ticks_are_plain_numbers_and_steps_are_integers():
     assert [text.text for text in _texts(svg, "tick-y")] == ["0", "5000", "10000", "15000"]
 
 
-@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, math.nan), (2, math.inf)], [(0, 0.0)]])
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [(1, 2.0)],
+        [(1, 2.0), (2, 2.0)],
+        [(1, math.nan), (2, math.inf)],
+        [(0, 0.0)],
+        [(1, 1.9499999999999993), (2, 1.9499999999999995)],  # means of equal numbers
+    ],
+)
 def test_empty_constant_and_nonfinite_data_give_a_chart(points):
     assert ElementTree.fromstring(line_chart("a < b", {"x": points})).tag == "svg"

@@ -158,11 +158,13 @@ def test_row_without_messages_and_training_log_probs_shows_its_text(run, sample_
     line = sample_line(1, 0)
     row = line["rows"][0]
     row["messages"] = None
+    row["texts"] = [["the <question>", "数学 🎲"], *[["", ""]] * (len(row["turns"]) - 1)]
     del row["old_log_probs"], row["advantages"]
     run.append_rollouts([line])
     page = report(run)
     assert {kind for kind, _, _ in tokens_of(page) if kind} == {"m"}
-    assert "I calculate.\n<tool_call>" in text_of(page)
+    assert "the <question>" in text_of(page)
+    assert "数学 🎲" in page
 
 
 def test_replies_in_the_prompt_belong_to_the_first_turn(run, sample_line):

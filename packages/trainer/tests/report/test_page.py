@@ -1,6 +1,7 @@
 import math
 import re
 
+import pytest
 from tidemill_trainer.metrics import performance_metrics
 from tidemill_trainer.report import write_report
 from tidemill_trainer.run_dir import RunDir
@@ -59,6 +60,24 @@ def test_accuracy_that_is_not_finite_is_left_out_of_the_report(tmp_path):
         run.append_metrics({"step": step, "phase": "rl", "val/accuracy": accuracy})
     write_report(run)
     assert "held-out accuracy 0.250 before and 0.500 after" in run.report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary"),
+    [
+        ([{"step": 3, "phase": "rl", "val/accuracy": 0.5}], "3 steps, held-out accuracy 0.500 after step 3"),
+        ([{"step": 0, "phase": "rl", "val/accuracy": 0.5}], "0 steps, held-out accuracy 0.500 after step 0"),
+        ([{"step": 0, "val/loss": 3.0}, {"step": 7, "train/loss": 2.0, "train/grad_norm": 1.0}], "7 steps"),
+    ],
+)
+def test_single_validation_is_not_compared_with_itself(tmp_path, rows, summary):
+    run = RunDir(tmp_path)
+    run.config.write_text("")
+    for row in rows:
+        run.append_metrics(row)
+    write_report(run)
+    assert summary in run.report.read_text()
+    assert " before and " not in run.report.read_text()
 
 
 def test_run_without_steps_has_a_report(tmp_path):

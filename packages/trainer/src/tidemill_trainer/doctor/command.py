@@ -60,7 +60,7 @@ def doctor(
             from tidemill_trainer.doctor.log_probs import compare_log_probs
 
             findings += compare_log_probs(config, progress)
-    except (ConfigError, DataError, ConnectionError) as error:
+    except (ConfigError, DataError, OSError) as error:
         progress.fail(str(error))
         return 1
     except (DeviceMemoryError, WorkerError, WorkerDiedError, CallTimeoutError, StallError) as error:

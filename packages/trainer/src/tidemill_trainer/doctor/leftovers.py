@@ -48,7 +48,10 @@ def dead_processes(run_dir: Path) -> Iterator[tuple[psutil.Process, Path]]:
     """
     for lock in sorted(run_dir.glob("*/lock")):
         run = lock.parent
-        recorded = [process for each in registered(run / "logs") if (process := each.process()) is not None]
+        try:
+            recorded = [process for each in registered(run / "logs") if (process := each.process()) is not None]
+        except PermissionError:  # a run of another user
+            continue
         if not recorded or is_locked(lock) or not lock.read_text().endswith(f" on {socket.gethostname()}"):
             continue
         for process in {member for each in recorded for member in (each, *descendants(each))}:

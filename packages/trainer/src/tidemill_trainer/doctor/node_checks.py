@@ -67,7 +67,7 @@ def check_leftovers(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding(
             node=facts.name,
             cause=f"dead runs left {', '.join(facts.leftovers)}",
-            remedy="remove it with `tidemill doctor --clean`",
+            remedy="repeat this command with --clean, which removes it",
             is_error=False,
         )
 

@@ -86,7 +86,8 @@ class _Axis:
             ticks = [10.0**power for power in range(low, high + 1, max(1, (high - low) // 5))]
             return cls(low, high, start, end, ticks, True)
         low, high = min(numbers), max(numbers)
-        step = _round_step((high - low) / 4 if high > low else max(abs(high), 1.0))
+        is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal, or different by rounding alone
+        step = _round_step(max(abs(high), 1.0) if is_flat else (high - low) / 4)
         step = max(step, 1.0) if whole else step
         first, last = math.floor(low / step), math.ceil(high / step)
         last = max(last, first + 1)

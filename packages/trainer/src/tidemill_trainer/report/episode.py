@@ -40,6 +40,7 @@ class Turn:
     context: Sequence[Token]
     sampled: Sequence[Token]
     messages: Sequence[Mapping[str, Any]] | None
+    texts: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +124,10 @@ def _sequence(row: Mapping[str, Any]) -> TokenSequence:
     tokens = list(_tokens(row))
     messages = _messages_by_turn(row["messages"], len(row["turns"]))
     turns, start = [], 0
-    for (context, sampled), own in zip(row["turns"], messages, strict=True):
+    texts = row["texts"] if row["messages"] is None else [("", "")] * len(row["turns"])
+    for (context, sampled), own, text in zip(row["turns"], messages, texts, strict=True):
         middle, end = start + context, start + context + sampled
-        turns.append(Turn(context=tokens[start:middle], sampled=tokens[middle:end], messages=own))
+        turns.append(Turn(context=tokens[start:middle], sampled=tokens[middle:end], messages=own, texts=text))
         start = end
     return TokenSequence(branch=str(row["branch"]), finish_reason=str(row["finish_reason"]), turns=turns)
 

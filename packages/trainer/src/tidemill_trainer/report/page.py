@@ -69,12 +69,17 @@ def _summary(metrics: Sequence[Mapping[str, Any]]) -> str:
     if is_sft(metrics):
         text = f"{max(row['step'] for row in metrics)} steps"
         losses = [row["val/loss"] for row in metrics if row.get("val/loss") is not None]
-        return f"{text}, validation loss {losses[0]:.3f} before and {losses[-1]:.3f} after training" if losses else text
+        if len(losses) > 1:
+            text += f", validation loss {losses[0]:.3f} before and {losses[-1]:.3f} after training"
+        return text
     steps = [row["step"] for row in metrics if row.get("phase") == "rl"]
     accuracies = [(row["step"], row["val/accuracy"]) for row in metrics if row.get("val/accuracy") is not None]
     text = f"{max(steps, default=0)} steps"
     if accuracies:
         before = [accuracy for step, accuracy in accuracies if step == 0][-1:]
-        first, last = before[0] if before else accuracies[0][1], accuracies[-1][1]
-        text += f", held-out accuracy {first:.3f} before and {last:.3f} after reinforcement learning"
+        step, last = accuracies[-1]
+        if before and step > 0:
+            text += f", held-out accuracy {before[0]:.3f} before and {last:.3f} after reinforcement learning"
+        else:
+            text += f", held-out accuracy {last:.3f} after step {step}"
     return text

@@ -34,7 +34,7 @@ def sequence_html(sequence: TokenSequence, max_tokens: int) -> str:
 
 def _turn(number: int, turn: Turn, max_tokens: int) -> str:
     if turn.messages is None:
-        body = text_block("context", _text(turn.context)) + text_block("reply", _text(turn.sampled), kind="assistant")
+        body = text_block("context", turn.texts[0]) + text_block("reply", turn.texts[1], kind="assistant")
         calls = 0
     else:
         body = "".join(map(_message, turn.messages))
@@ -52,10 +52,6 @@ def _turn(number: int, turn: Turn, max_tokens: int) -> str:
 def _largest_difference(tokens: Sequence[Token]) -> str:
     differences = [difference for token in tokens if (difference := _log_prob_difference(token)) is not None]
     return f"largest log-prob difference {max(differences):.2g}" if differences else ""
-
-
-def _text(tokens: Sequence[Token]) -> str:
-    return "".join(token.text for token in tokens)
 
 
 def content_of(message: Mapping[str, Any]) -> str:

@@ -104,8 +104,8 @@ def forget(logs: Path) -> None:
 def registered(logs: Path) -> list[Registration]:
     """Return the processes that were recorded in the folder of logs, including those that have exited."""
     file = logs / _REGISTRY
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return [Registration(**json.loads(line)) for line in lines]
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [Registration(**json.loads(line)) for line in lines if line.endswith("\n")]  # a full disk may cut the last
 
 
 def role(name: str) -> str:
