@@ -354,12 +354,13 @@ def test_prompt_that_opens_reasoning_is_recognized(family, is_open, bpe):
 
 
 def test_generation_blocks_mark_the_tokens_of_replies(bpe):
-    template = ChatTemplate(CHATML.tokenizer(bpe))
-    assert not template.marks_replies
+    assert not ChatTemplate(CHATML.tokenizer(bpe)).marks_replies
     body = "{{ message.content }}<|im_end|>\n"
-    template.tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-        f"{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}{{% endfor %}}"
+    template = ChatTemplate(
+        bpe(
+            "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+            f"{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}{{% endfor %}}"
+        )
     )
     assert template.marks_replies
     messages = [user("hello"), {"role": "assistant", "content": "world"}, user("again")]
