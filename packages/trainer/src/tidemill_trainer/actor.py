@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from tidemill_weight_update import EngineClient, GroupLink, Transfer, WeightUpda
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.float8_weights import float8_weights
+from tidemill_trainer.plan.phases import keeps_weights, role_sizes
 from tidemill_trainer.policy_worker import PolicyWorker
 from tidemill_trainer.role_worker import RoleWorker, prefixed
 from tidemill_trainer.roles import has_adapter_reference
@@ -62,7 +63,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
         Returns:
             Metrics of the global batch and the engine's `performance()`, equal on all ranks.
         """
-        self._until_sent.enter_context(self._engine.offloaded_later("params"))
+        self._offload_later()
         metrics = self._engine.train_batch(batch, self._loss, calculate_entropy=self._loss.entropy_coeff != 0.0)
         return prefixed("actor", metrics) | self._engine.performance()
 
@@ -74,7 +75,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             `old_log_probs` and `entropy` before the step, ragged like `responses`, and in `meta_info["actor_metrics"]`
             what `update_actor` returns.
         """
-        self._until_sent.enter_context(self._engine.offloaded_later("params"))
+        self._offload_later()
         metrics, outputs = self._engine.train_batch_with_outputs(batch, self._loss, calculate_entropy=True)
         outputs = outputs.select(["log_probs", "entropy"]).rename("log_probs", "old_log_probs")
         outputs.meta_info["actor_metrics"] = prefixed("actor", metrics) | self._engine.performance()
@@ -149,6 +150,18 @@ class ActorWorker(PolicyWorker, RoleWorker):
         if stats.weight_version.isdecimal():  # reported by every engine after the update
             metrics["weight_update/version"] = float(stats.weight_version)
         return metrics
+
+    def _offload_later(self) -> None:
+        """Keep weights that are offloaded after a step on the device until they are sent, if they have room there."""
+        if self._keeps_weights:
+            self._until_sent.enter_context(self._engine.offloaded_later("params"))
+
+    @cached_property
+    def _keeps_weights(self) -> bool:
+        config = self._config
+        if not config.engine.param_offload or config.engine.device == "cpu" or not torch.cuda.is_available():
+            return True
+        return keeps_weights(config, role_sizes(config), torch.cuda.mem_get_info()[1])
 
     def _weights(self) -> Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]:
         """Return the weights that stay in memory, or a function that makes copies one after the other."""

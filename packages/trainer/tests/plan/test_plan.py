@@ -165,6 +165,17 @@ def test_in_turns_only_one_side_is_in_memory(plan):
     assert sizes["weight update"]["policy", "weights"] == sizes["optimizer"]["policy", "weights"]
 
 
+def test_weights_are_sent_one_at_a_time_where_all_have_no_room(plan):
+    def update(*memory):
+        [device] = json.loads(plan("--num-gpus", "1", "--json", *memory)[1].out)["devices"]
+        return device["phases"]["weight update"]
+
+    total = update()["total"]
+    kept, sent = (update("--device-memory", f"{total / share / 2**20:.6f}MiB") for share in (0.88, 0.92))
+    assert kept["total"] == total
+    assert total / 2 < sent["total"] < total
+
+
 def test_engines_of_a_larger_cluster_have_their_own_devices(plan):
     for number in ([], ["--num-gpus", "2"]):
         names = [device["name"] for device in json.loads(plan(*number, "--json")[1].out)["devices"]]
@@ -221,6 +232,7 @@ def test_experts_of_models_without_a_size_of_their_own(tmp_path):
     )
     assert (sizes.num_experts, sizes.num_copies, sizes.inner) == (8, 2, 2 * 96)
     assert sizes.experts == 2 * 8 * 3 * 64 * 96
+    assert sizes.largest == 8 * 2 * 64 * 96  # gate and up of all experts of a layer
 
 
 def test_kv_cache_of_latent_attention_is_that_of_one_head(tmp_path):

@@ -17,6 +17,7 @@ class ModelSizes:
         trainable: parameters that the optimizer updates.
         root: parameters outside of the layers: embeddings, head and last norm.
         embedding: parameters of the embeddings.
+        largest: parameters of the largest weight; the experts of a layer are one.
         has_tied_head: whether head and embeddings are one parameter.
         layer: parameters of the largest layer.
         experts: parameters of all routed experts.
@@ -36,6 +37,7 @@ class ModelSizes:
     trainable: int
     root: int
     embedding: int
+    largest: int
     has_tied_head: bool
     layer: int
     experts: int
@@ -85,6 +87,7 @@ def count_model(config: ModelConfig, *, is_value: bool = False) -> ModelSizes:
         trainable=trainable,
         root=total - sum(layers),
         embedding=embedding,
+        largest=max(p.numel() for p in params.values()),
         has_tied_head=is_tied,
         layer=max(layers, default=0),
         experts=experts,

@@ -1,5 +1,6 @@
 """Memory of each kind of device in each phase of a step."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,8 @@ from tidemill_trainer.sft.config import SFTConfig
 Phase = Literal["generation", "log-probs", "forward/backward", "optimizer", "weight update"]
 PHASES: tuple[Phase, ...] = ("generation", "log-probs", "forward/backward", "optimizer", "weight update")
 _TRAIN: tuple[Phase, ...] = ("forward/backward", "optimizer")
+_ROOM = 0.9
+"""Share of a device that may be full at a weight update for which all weights stay, beside CUDA's context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +70,8 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 
     A device has one training process and, in turns or if the fractions of a GPU that both reserve add up to at most 1,
     one process of an engine. In turns, an engine holds nothing during training, and at a weight update its weights,
-    while the policy sends its own. CUDA's context and fragmentation (about 1 to 2 GiB) are not included.
+    while the policy sends its own: all of them if they have room, else one at a time. CUDA's context and fragmentation
+    (about 1 to 2 GiB) are not included.
 
     Args:
         config: configuration of the run, `placed`.
@@ -81,7 +85,7 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
     actor: dict[Phase, list[Part]] = {
         phase: _training_parts(config, sizes, shared, phase, config.actor.num_workers) for phase in PHASES
     }
-    actor["weight update"] += [_buffer(config), *_sent(config, sizes["policy"])]
+    actor["weight update"].append(_buffer(config))
     is_shared, in_turns = shares_gpus(config), config.placement.engines == "turns"
     devices = []
     if is_shared:
@@ -91,12 +95,22 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
     name = " + ".join([*shared, *(["engine"] if is_shared else [])])
     advice = ('set placement.engines="turns" without fractions of GPUs',) if is_shared and not in_turns else ()
     devices.append(Device(name=f"{name} in turns" if in_turns else name, phases=actor, advice=advice))
+    if config.engine.param_offload:
+        room = math.inf if device_bytes is None else _ROOM * device_bytes - devices[0].total("weight update")
+        actor["weight update"].append(_sent(config, sizes["policy"], room))
     for role, number in own.items():
         phases: dict[Phase, list[Part]] = {p: _training_parts(config, sizes, [role], p, number) for p in PHASES}
         devices.append(Device(name=role, phases=phases))
     if not is_shared:
         devices.append(Device(name="engine", phases={phase: list(engine) for phase in PHASES}))
     return devices
+
+
+def keeps_weights(config: Config, sizes: dict[str, ModelSizes], device_bytes: float) -> bool:
+    """Return whether offloaded weights have room on the device from a step until they are sent; see `plan_devices`."""
+    update = plan_devices(config, sizes, device_bytes)[0].phases["weight update"]
+    sent = sum(part.num_bytes for part in update if (part.role, part.kind) == ("policy", "weights"))
+    return sent == _memory(config, sizes["policy"], "policy", config.actor.num_workers).params
 
 
 def plan_fine_tuning(config: SFTConfig, sizes: ModelSizes) -> list[Device]:
@@ -168,12 +182,13 @@ def _buffer(config: Config) -> Part:
     return Part(role="policy", kind="buckets", num_bytes=num_bytes, advice="lower weight_update.bucket_bytes")
 
 
-def _sent(config: Config, sizes: ModelSizes) -> list[Part]:
-    """Return the weights of the policy, if they are offloaded after a weight update; else they are resident."""
-    if not config.engine.param_offload:
-        return []
-    memory = engine_memory(sizes, config.model, config.engine, config.actor.num_workers)
-    return [_part(config, "policy", "weights", memory.params, at_work=True)]
+def _sent(config: Config, sizes: ModelSizes, room: float) -> Part:
+    """Return the offloaded weights that are on the device at a weight update: all in `room` bytes, or one at a time."""
+    num_bytes = engine_memory(sizes, config.model, config.engine, config.actor.num_workers).params
+    if num_bytes > room:
+        is_fsdp2 = isinstance(config.engine, FSDP2Config)  # Megatron has each expert alone
+        num_bytes *= (sizes.largest if is_fsdp2 else sizes.embedding) / sizes.total
+    return _part(config, "policy", "weights", num_bytes, at_work=True)
 
 
 def _training_parts(
