@@ -1,6 +1,6 @@
 """Offload tensors to the CPU and onload them again, without replacing the tensor objects."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -135,22 +135,20 @@ class Offloader:
         """Return the tensors of a kind; None if the kind is never offloaded."""
         return self._tensors.get(kind)
 
-    @contextmanager
-    def onloaded(self, *kinds: str) -> Iterator[None]:
+    def onloaded(self, *kinds: str) -> AbstractContextManager[None]:
         """Keep the tensors of these kinds on the device within the context."""
-        with ExitStack() as stack:
-            for kind in kinds:
-                if (tensors := self._tensors.get(kind)) is not None:
-                    stack.enter_context(tensors.onloaded(self._measure))
-            yield
+        return self._within(OffloadableTensors.onloaded, kinds)
+
+    def offloaded_later(self, *kinds: str) -> AbstractContextManager[None]:
+        """Offload these kinds at the end of this context, where contexts of `onloaded` within it would do so."""
+        return self._within(OffloadableTensors.offloaded_later, kinds)
 
     @contextmanager
-    def offloaded_later(self, *kinds: str) -> Iterator[None]:
-        """Offload these kinds at the end of this context, where contexts of `onloaded` within it would do so."""
+    def _within(self, context: Callable[..., AbstractContextManager[None]], kinds: Sequence[str]) -> Iterator[None]:
         with ExitStack() as stack:
             for kind in kinds:
                 if (tensors := self._tensors.get(kind)) is not None:
-                    stack.enter_context(tensors.offloaded_later(self._measure))
+                    stack.enter_context(context(tensors, self._measure))
             yield
 
     def check_onloaded(self, *kinds: str) -> None:

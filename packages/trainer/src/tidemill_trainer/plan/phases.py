@@ -17,7 +17,7 @@ Phase = Literal["generation", "log-probs", "forward/backward", "optimizer", "wei
 PHASES: tuple[Phase, ...] = ("generation", "log-probs", "forward/backward", "optimizer", "weight update")
 _TRAIN: tuple[Phase, ...] = ("forward/backward", "optimizer")
 _ROOM = 0.9
-"""Share of a device that may be full at a weight update for which all weights stay, beside CUDA's context."""
+"""All weights stay if the weight update then fills at most this share of a device; the rest is for CUDA's context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
