@@ -132,7 +132,7 @@ class ActorWorker(PolicyWorker, RoleWorker):
             else:
                 stats = self._transfer.readmit([self._clients[number] for number in only], weight_version)
             sent_at = time.monotonic()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # else the policy is on a CPU
             torch.cuda.synchronize()  # in turns, the memory is required next
         if stats.quarantined:
             reasons = "; ".join(f"{engine}: {reason}" for engine, reason in stats.quarantined.items())
