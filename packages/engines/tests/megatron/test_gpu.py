@@ -130,8 +130,8 @@ def test_two_gpus_in_bfloat16_stay_near_a_plain_loop(two_in_bfloat16, references
 def test_offloading_frees_gpu_memory(one_in_bfloat16):
     _, weights, offloaded, onloaded, _ = one_in_bfloat16[0][2]
     num_params = sum(weight.numel() for weight in weights.values())
-    # bfloat16 weights, float32 gradients and masters and two moments
-    assert onloaded - offloaded >= (2 + 4 + 4 + 8) * num_params
+    # bfloat16 weights and float32 gradients; the optimizer state is not used yet
+    assert (2 + 4) * num_params <= onloaded - offloaded < (2 + 4 + 1) * num_params
 
 
 def save_and_load(store: str, folder: str, target: str) -> list[Any]:
