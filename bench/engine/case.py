@@ -11,6 +11,7 @@ WORDS = {
     "selective": "recompute layers except matrix products and attention",
     "compile": "compile layers",
     "bf16": "master weights and optimizer state in bfloat16 (default float32)",
+    "offload": "keep weights, gradients and optimizer state on the CPU while they are not used",
     "zero2": "keep weights gathered from forward to backward (FSDP2)",
     "overlap": "overlap gradient reduction and weight all-gather with computation (Megatron)",
     "te": "layers of Transformer Engine (Megatron)",

@@ -82,12 +82,16 @@ class EngineSubject:
 
 def _engine_config(case: Case, device: torch.device) -> Any:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
+    offload: dict[str, Any] = dict.fromkeys(
+        ("param_offload", "grad_offload", "optimizer_offload"), "offload" in case.words
+    )
     if case.backend == "fsdp2":
         return FSDP2Config(
             device=device.type,  # type: ignore[arg-type]
             param_dtype=dtype,
             reshard_after_forward="zero2" not in case.words,
             max_token_len_per_gpu=case.micro_tokens,
+            **offload,
         )
     return MegatronConfig(
         device=device.type,  # type: ignore[arg-type]
@@ -105,6 +109,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         overlap_param_gather="overlap" in case.words,
         router_replay="balanced" in case.words,
         max_token_len_per_gpu=case.micro_tokens,
+        **offload,
     )
 
 
