@@ -14,7 +14,7 @@ from tidemill_weight_update import EngineClient, GroupLink, Transfer, WeightUpda
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.config import Config
 from tidemill_trainer.float8_weights import float8_weights
-from tidemill_trainer.plan.phases import keeps_weights, role_sizes
+from tidemill_trainer.plan.phases import kept_until_sent, role_sizes
 from tidemill_trainer.policy_worker import PolicyWorker
 from tidemill_trainer.role_worker import RoleWorker, prefixed
 from tidemill_trainer.roles import has_adapter_reference
@@ -152,16 +152,16 @@ class ActorWorker(PolicyWorker, RoleWorker):
         return metrics
 
     def _offload_later(self) -> None:
-        """Keep weights that are offloaded after a step on the device until they are sent, if they have room there."""
-        if self._keeps_weights:
-            self._until_sent.enter_context(self._engine.offloaded_later("params"))
+        """Keep what is offloaded after a step on the device until the weights are sent, if it has room there."""
+        self._until_sent.enter_context(self._engine.offloaded_later(*self._kept))
 
     @cached_property
-    def _keeps_weights(self) -> bool:
-        config = self._config
-        if not config.engine.param_offload or config.engine.device == "cpu" or not torch.cuda.is_available():
-            return True
-        return keeps_weights(config, role_sizes(config), torch.cuda.mem_get_info()[1])
+    def _kept(self) -> list[str]:
+        config, device_bytes = self._config, None
+        if config.engine.device != "cpu" and torch.cuda.is_available():
+            device_bytes = torch.cuda.mem_get_info()[1]
+        kinds = {"weights": "params", "optimizer": "optimizer"}
+        return [kinds[kept] for kept in kept_until_sent(config, role_sizes(config), device_bytes)]
 
     def _weights(self) -> Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]]:
         """Return the weights that stay in memory, or a function that makes copies one after the other."""

@@ -165,15 +165,26 @@ def test_in_turns_only_one_side_is_in_memory(plan):
     assert sizes["weight update"]["policy", "weights"] == sizes["optimizer"]["policy", "weights"]
 
 
-def test_weights_are_sent_one_at_a_time_where_all_have_no_room(plan):
-    def update(*memory):
-        [device] = json.loads(plan("--num-gpus", "1", "--json", *memory)[1].out)["devices"]
-        return device["phases"]["weight update"]
+def test_what_has_no_room_until_the_weights_are_sent_is_offloaded_after_each_step(plan):
+    def planned(*memory):
+        offloads = ("placement.offload=true", "engine.reshard_after_forward=true", *SMALL)
+        [device] = json.loads(plan("--num-gpus", "1", "--json", *offloads, *memory)[1].out)["devices"]
+        return device
 
-    total = update()["total"]
-    kept, sent = (update("--device-memory", f"{total / share / 2**20:.6f}MiB") for share in (0.88, 0.92))
-    assert kept["total"] == total
-    assert total / 2 < sent["total"] < total
+    def on_a_device_with(share_of, share):
+        return planned("--device-memory", f"{share_of / share / 2**20:.6f}MiB")
+
+    phases = ("forward/backward", "optimizer", "weight update")
+    free = planned("--device-memory", "16GiB")
+    assert all({("policy", "weights"), ("policy", "optimizer")} <= _parts(free, phase) for phase in phases)
+    assert {("policy", "weights"), ("policy", "optimizer")}.isdisjoint(_parts(free, "generation"))
+    most = max(free["phases"][phase]["total"] for phase in phases)
+    assert on_a_device_with(most, 0.78)["phases"]["weight update"] == free["phases"]["weight update"]
+    without_state = on_a_device_with(most, 0.82)
+    assert without_state["phases"]["forward/backward"] == planned()["phases"]["forward/backward"]
+    total = planned()["phases"]["weight update"]["total"]
+    assert without_state["phases"]["weight update"]["total"] == total
+    assert 0 < on_a_device_with(total, 0.82)["phases"]["weight update"]["total"] < total
 
 
 def test_engines_of_a_larger_cluster_have_their_own_devices(plan):

@@ -173,7 +173,7 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
     def offloaded_later(self, *kinds: str) -> AbstractContextManager[None]:
         """Return a context within which "params", "grads" or "optimizer" stay on the device once they were onloaded.
 
-        Its end offloads them, so that weights are on the device between a step and what reads them after it.
+        Its end offloads them, so that they are on the device between steps, and between a step and what reads weights.
         """
         return self._offloader.offloaded_later(*kinds)
 

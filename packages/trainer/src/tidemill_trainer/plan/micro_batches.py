@@ -9,10 +9,8 @@ from tidemill_engines import FSDP2Config
 from tidemill_trainer.config import Config
 from tidemill_trainer.gpus import num_episodes_per_engine, placed
 from tidemill_trainer.plan.model import ModelSizes
-from tidemill_trainer.plan.phases import PHASES, engine_parts, plan_devices, role_sizes
+from tidemill_trainer.plan.phases import PHASES, SHARE, engine_parts, plan_devices, role_sizes
 
-_SHARE = 0.8
-"""Used share of a device. Estimates are within 15 % of measured peaks; the rest is for CUDA and a sleeping engine."""
 _TOKENS = (65536, 32768, 16384, 8192, 4096)
 _ENOUGH = 16384
 """Tokens from which FSDP2 may keep gathered weights instead of using their memory for larger micro-batches."""
@@ -90,4 +88,4 @@ def _fits(config: Config, sizes: dict[str, ModelSizes], num_gpus: float, device_
     """Return whether the devices of the training workers have room in all phases after generation."""
     devices = plan_devices(placed(config, num_gpus), sizes, device_bytes)
     trains = [device for device in devices if device.name != "engine"]
-    return all(device.total(phase) <= _SHARE * device_bytes for device in trains for phase in PHASES[1:])
+    return all(device.total(phase) <= SHARE * device_bytes for device in trains for phase in PHASES[1:])

@@ -1,6 +1,6 @@
 """Memory of each kind of device in each phase of a step."""
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +16,9 @@ from tidemill_trainer.sft.config import SFTConfig
 Phase = Literal["generation", "log-probs", "forward/backward", "optimizer", "weight update"]
 PHASES: tuple[Phase, ...] = ("generation", "log-probs", "forward/backward", "optimizer", "weight update")
 _TRAIN: tuple[Phase, ...] = ("forward/backward", "optimizer")
-_ROOM = 0.9
-"""All weights stay if the weight update then fills at most this share of a device; the rest is for CUDA's context."""
+_UNTIL_SENT: tuple[Phase, ...] = (*_TRAIN, "weight update")
+SHARE = 0.8
+"""Used share of a device. Estimates are within 15 % of measured peaks; the rest is for CUDA and a sleeping engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +71,8 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
 
     A device has one training process and, in turns or if the fractions of a GPU that both reserve add up to at most 1,
     one process of an engine. In turns, an engine holds nothing during training, and at a weight update its weights,
-    while the policy sends its own: all of them if they have room, else one at a time. CUDA's context and fragmentation
-    (about 1 to 2 GiB) are not included.
+    while the policy sends its own: all of them if they have room (see `kept_until_sent`), else one at a time. CUDA's
+    context and fragmentation (about 1 to 2 GiB) are not included.
 
     Args:
         config: configuration of the run, `placed`.
@@ -79,38 +80,63 @@ def plan_devices(config: Config, sizes: dict[str, ModelSizes], device_bytes: flo
         device_bytes: memory of a device; None: the pool of an engine is that of one episode, unless
             `rollout.max_total_tokens` sets it.
     """
-    own = own_workers(config)
-    shared: list[str] = [role for role in sizes if role not in own]
-    engine = engine_parts(config, sizes["policy"], device_bytes)
-    actor: dict[Phase, list[Part]] = {
-        phase: _training_parts(config, sizes, shared, phase, config.actor.num_workers) for phase in PHASES
-    }
-    actor["weight update"].append(_buffer(config))
-    is_shared, in_turns = shares_gpus(config), config.placement.engines == "turns"
-    devices = []
-    if is_shared:
-        held: dict[Phase, list[Part]] = {phase: [] if in_turns else engine for phase in PHASES}
-        held |= {"generation": engine, "weight update": engine[:1] if in_turns else engine}
-        actor = {phase: [*parts, *held[phase]] for phase, parts in actor.items()}
-    name = " + ".join([*shared, *(["engine"] if is_shared else [])])
-    advice = ('set placement.engines="turns" without fractions of GPUs',) if is_shared and not in_turns else ()
-    devices.append(Device(name=f"{name} in turns" if in_turns else name, phases=actor, advice=advice))
-    if config.engine.param_offload:
-        room = math.inf if device_bytes is None else _ROOM * device_bytes - devices[0].total("weight update")
-        actor["weight update"].append(_sent(config, sizes["policy"], room))
-    for role, number in own.items():
+    devices = [_policy_device(config, sizes, device_bytes, kept_until_sent(config, sizes, device_bytes))]
+    for role, number in own_workers(config).items():
         phases: dict[Phase, list[Part]] = {p: _training_parts(config, sizes, [role], p, number) for p in PHASES}
         devices.append(Device(name=role, phases=phases))
-    if not is_shared:
+    if not shares_gpus(config):
+        engine = engine_parts(config, sizes["policy"], device_bytes)
         devices.append(Device(name="engine", phases={phase: list(engine) for phase in PHASES}))
     return devices
 
 
-def keeps_weights(config: Config, sizes: dict[str, ModelSizes], device_bytes: float) -> bool:
-    """Return whether offloaded weights have room on the device from a step until they are sent; see `plan_devices`."""
-    update = plan_devices(config, sizes, device_bytes)[0].phases["weight update"]
-    sent = sum(part.num_bytes for part in update if (part.role, part.kind) == ("policy", "weights"))
-    return sent == _memory(config, sizes["policy"], "policy", config.actor.num_workers).params
+def kept_until_sent(config: Config, sizes: dict[str, ModelSizes], device_bytes: float | None) -> list[str]:
+    """Return which offloaded parts of the policy stay on its devices until its weights were sent: as many as have room.
+
+    So weights are not copied back for that, and the optimizer state only once for all mini-batches.
+
+    Args:
+        device_bytes: memory of a device; None: weights have room.
+
+    Returns:
+        Some of "weights" and "optimizer".
+    """
+    offloads = {"weights": config.engine.param_offload, "optimizer": config.engine.optimizer_offload}
+    offloaded = [kind for kind, is_offloaded in offloads.items() if is_offloaded]
+    if device_bytes is None:
+        return [kind for kind in offloaded if kind == "weights"]
+    least = _policy_device(config, sizes, device_bytes, ())
+    for kept in (offloaded, *([kind] for kind in offloaded)):
+        device = _policy_device(config, sizes, device_bytes, kept)
+        if all(device.total(phase) <= max(least.total(phase), SHARE * device_bytes) for phase in _UNTIL_SENT):
+            return kept
+    return []
+
+
+def _policy_device(
+    config: Config, sizes: dict[str, ModelSizes], device_bytes: float | None, kept: Collection[str]
+) -> Device:
+    """Return the memory of a device of the policy, which keeps these kinds of parts until its weights are sent."""
+    own = own_workers(config)
+    shared: list[str] = [role for role in sizes if role not in own]
+    number, in_turns = config.actor.num_workers, config.placement.engines == "turns"
+    phases: dict[Phase, list[Part]] = {
+        phase: _training_parts(config, sizes, shared, phase, number, kept if phase in _UNTIL_SENT else ())
+        for phase in PHASES
+    }
+    phases["weight update"].append(_buffer(config))
+    if config.engine.param_offload and "weights" not in kept:
+        phases["weight update"].append(_sent(config, sizes["policy"]))
+    if not shares_gpus(config):
+        return Device(name=" + ".join(shared), phases=phases)
+    engine = engine_parts(config, sizes["policy"], device_bytes)
+    held: dict[Phase, list[Part]] = {phase: [] if in_turns else engine for phase in PHASES}
+    held |= {"generation": engine, "weight update": engine[:1] if in_turns else engine}
+    return Device(
+        name=" + ".join([*shared, "engine"]) + (" in turns" if in_turns else ""),
+        phases={phase: [*parts, *held[phase]] for phase, parts in phases.items()},
+        advice=() if in_turns else ('set placement.engines="turns" without fractions of GPUs',),
+    )
 
 
 def plan_fine_tuning(config: SFTConfig, sizes: ModelSizes) -> list[Device]:
@@ -182,30 +208,38 @@ def _buffer(config: Config) -> Part:
     return Part(role="policy", kind="buckets", num_bytes=num_bytes, advice="lower weight_update.bucket_bytes")
 
 
-def _sent(config: Config, sizes: ModelSizes, room: float) -> Part:
-    """Return the offloaded weights that are on the device at a weight update: all in `room` bytes, or one at a time."""
+def _sent(config: Config, sizes: ModelSizes) -> Part:
+    """Return the part of offloaded weights that is on the device at a weight update: one at a time."""
     num_bytes = engine_memory(sizes, config.model, config.engine, config.actor.num_workers).params
-    if num_bytes > room:
-        is_fsdp2 = isinstance(config.engine, FSDP2Config)  # Megatron has each expert alone
-        num_bytes *= (sizes.largest if is_fsdp2 else sizes.embedding) / sizes.total
+    is_fsdp2 = isinstance(config.engine, FSDP2Config)  # Megatron has each expert alone
+    num_bytes *= (sizes.largest if is_fsdp2 else sizes.embedding) / sizes.total
     return _part(config, "policy", "weights", num_bytes, at_work=True)
 
 
 def _training_parts(
-    config: Config | SFTConfig, sizes: dict[str, ModelSizes], roles: list[str], phase: Phase, num_workers: int
+    config: Config | SFTConfig,
+    sizes: dict[str, ModelSizes],
+    roles: list[str],
+    phase: Phase,
+    num_workers: int,
+    kept: Collection[str] = (),
 ) -> list[Part]:
     """Return what a training process with these roles holds: each resident part, and the largest of those at work.
 
     The roles compute one after the other, so in each phase one of them is at work, and weights of others are resident
     unless they are offloaded.
+
+    Args:
+        kept: kinds of parts of the policy that are resident although they are offloaded in other phases.
     """
     memory = {role: _memory(config, sizes[role], role, num_workers) for role in roles}
-    at_work = {role: _working(config, role, each, phase) for role, each in memory.items()}
+    stays = {role: kept if role == "policy" else () for role in roles}
+    at_work = {role: _working(config, role, each, phase, stays[role]) for role, each in memory.items()}
     busiest = max(at_work, key=lambda role: sum(part.num_bytes for part in at_work[role]))
     return [
         part
         for role, each in memory.items()
-        for part in (at_work[role] if role == busiest else _resident(config, role, each))
+        for part in (at_work[role] if role == busiest else _resident(config, role, each, stays[role]))
         if part.num_bytes
     ]
 
@@ -239,17 +273,20 @@ def _part(config: Config | SFTConfig, role: str, kind: str, num_bytes: float, *,
     return Part(role=role, kind=kind, num_bytes=num_bytes, advice=states if is_state else advice[kind])
 
 
-def _resident(config: Config | SFTConfig, role: str, memory: EngineMemory) -> list[Part]:
+def _resident(config: Config | SFTConfig, role: str, memory: EngineMemory, kept: Collection[str]) -> list[Part]:
     """Return what a role holds while others are at work. Gradients of FSDP2 are freed after each step."""
     engine = config.engine
     offloads = engine.param_offload if role == "policy" else getattr(config, role).param_offload
-    parts = [] if offloads else [_part(config, role, "weights", memory.params)]
+    parts = [_part(config, role, "weights", memory.params)] if not offloads or "weights" in kept else []
     if not isinstance(engine, FSDP2Config) and not engine.grad_offload:
         parts.append(_part(config, role, "gradients", memory.grads))
-    return parts + ([] if engine.optimizer_offload else [_part(config, role, "optimizer", memory.optimizer)])
+    is_here = not engine.optimizer_offload or "optimizer" in kept
+    return parts + ([_part(config, role, "optimizer", memory.optimizer)] if is_here else [])
 
 
-def _working(config: Config | SFTConfig, role: str, memory: EngineMemory, phase: Phase) -> list[Part]:
+def _working(
+    config: Config | SFTConfig, role: str, memory: EngineMemory, phase: Phase, kept: Collection[str]
+) -> list[Part]:
     """Return what a role holds in a phase in which it is at work."""
 
     def part(kind: str, num_bytes: float) -> Part:
@@ -259,10 +296,10 @@ def _working(config: Config | SFTConfig, role: str, memory: EngineMemory, phase:
         parts = [part("weights", memory.params), part("gradients", memory.grads)]
         if phase == "forward/backward":
             parts += [part("gathered", memory.gathered), part("activations", memory.activations)]
-        if phase == "optimizer" or not config.engine.optimizer_offload:
+        if phase == "optimizer" or not config.engine.optimizer_offload or "optimizer" in kept:
             parts.append(part("optimizer", memory.optimizer))
         return parts
-    resident = _resident(config, role, memory)
+    resident = _resident(config, role, memory, kept)
     if phase == "log-probs":
         others = [each for each in resident if each.kind != "weights"]
         at_work = [part("gathered", memory.gathered), part("activations", memory.inference)]
