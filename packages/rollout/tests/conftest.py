@@ -100,7 +100,7 @@ def interpreter(tmp_path_factory) -> Path:
 def scripted(tokenizer):
     """`scripted("text<|im_end|>", ...)`: a policy whose engine replies with these texts."""
 
-    def create(*texts: str | list[int], **settings) -> Policy:
+    def create(*texts: str | list[int], tokenizer=tokenizer, **settings) -> Policy:
         return Policy(ScriptedEngine(tokenizer, texts), tokenizer, **settings)
 
     return create

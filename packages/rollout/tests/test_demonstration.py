@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from template_cases import FAMILIES, GLM, QWEN3, QWEN25, SYSTEM, TOOLS, WITH_TOOLS, Chat, tool, user
-from tidemill_rollout import ChatTemplate, TemplateError, demonstration
+from tidemill_rollout import ChatTemplate, Generation, Policy, TemplateError, demonstration
 from transformers import LlamaTokenizer
 
 
@@ -118,3 +118,23 @@ def test_reply_has_no_space_that_sentencepiece_puts_before_a_text(source, legacy
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     row = demonstration(ChatTemplate(tokenizer), messages[:1], messages[1:])
     assert list(row.token_ids) == expected[: len(row.token_ids)]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_new_messages_start_without_the_space_of_sentencepiece_where_no_token_ends_a_reply(legacy):
+    pieces = ["<unk>", "<s>", "</s>", *map(chr, range(33, 127)), "▁", "\n", "▁b"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=[("▁", "b")], legacy=legacy)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':' + (' ' + m.content if m.role == 'user' else m.content) + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    policy = Policy(None, tokenizer)
+    session = policy.session()
+    recorder = session.recorder
+    prompt = recorder.prompt_from_messages([user("a")], None, "main")
+    reply = Generation(token_ids=[vocab["▁b"]], log_probs=[-1.0], finish_reason="length", versions=[("", 1)])
+    recorder.record(prompt, reply, {"role": "assistant", "content": " b"})
+    messages = [user("a"), {"role": "assistant", "content": " b"}, user("c")]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+    assert recorder.prompt_from_messages(messages, None, "main").token_ids == expected["input_ids"]

@@ -1,6 +1,7 @@
 """The endpoint with clients that leave, wrong keys, malformed requests, limits, and engines that fail."""
 
 import asyncio
+from functools import partial
 
 import httpx
 import openai
@@ -54,9 +55,9 @@ def test_limits_are_errors_that_the_client_does_not_repeat(scripted, is_stream):
             with pytest.raises(openai.BadRequestError, match="context length is 60") as error:
                 await ask(model="any", messages=[long], stream=is_stream)
             assert error.value.code == "context_length_exceeded"
-            assert session.limit.limit == "length"
+            assert session.limit_of("").limit == "length"
             await ask(model="any", messages=[USER])
-            assert session.limit is None
+            assert session.limit_of("") is None
             with pytest.raises(openai.BadRequestError, match="limit of 1 turns") as error:
                 await ask(model="any", messages=[USER], stream=is_stream)
             assert error.value.code == "max_turns_exceeded"
@@ -254,3 +255,33 @@ def test_port_in_use_is_an_error_that_names_the_address():
                 await Endpoint(port=port).__aenter__()
 
     asyncio.run(run())
+
+
+def test_session_is_refused_after_the_endpoint_has_stopped(scripted):
+    async def add():
+        async with Endpoint() as endpoint:
+            pass
+        endpoint.add(scripted("x").session())
+
+    with pytest.raises(RuntimeError, match="does not run"):
+        asyncio.run(add())
+
+
+def test_client_that_fails_by_a_limit_after_others_have_continued_is_truncated(scripted):
+    def episode(problem, session):
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            ask = partial(client.chat.completions.create, model="any")
+            try:
+                ask(messages=[USER | {"content": "x" * 200}])  # a sub-agent
+            except openai.BadRequestError as error:
+                refused = error
+            ask(messages=[USER])  # another one continues
+            raise refused
+
+    async def run_at_endpoint():
+        async with Endpoint() as endpoint:
+            config = SessionConfig(context_length=60)
+            return await scripted("x<|im_end|>", config=config, endpoint=endpoint).run(episode, Problem(prompt=""))
+
+    outcome = asyncio.run(run_at_endpoint()).outcome
+    assert (outcome.status, outcome.reason.partition(":")[0]) == ("truncated", "length")

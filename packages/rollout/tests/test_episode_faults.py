@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import pickle
 import re
 import threading
 
@@ -12,6 +13,7 @@ from tidemill_rollout import (
     EngineDiedError,
     EnginePool,
     Generation,
+    LimitError,
     Policy,
     SamplingParams,
     SessionConfig,
@@ -245,3 +247,38 @@ def test_episode_whose_engine_dies_has_the_tokens_of_an_undisturbed_one_and_fail
     assert failed.outcome.status == "environment_error"
     assert re.match("EngineDiedError: none of 2 engines is left .*connection reset", failed.outcome.reason)
     assert failed.metrics["num_turns"] == 1.0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_error_whose_text_cannot_be_formed_is_an_environment_error(scripted, is_async):
+    class ApiError(Exception):
+        def __str__(self):
+            return self.response.text
+
+    async def coroutine(problem, session):
+        raise ApiError
+
+    def function(problem, session):
+        raise ApiError
+
+    outcome = run(scripted("x<|im_end|>"), coroutine if is_async else function).outcome
+    assert outcome.status == "environment_error"
+    assert outcome.reason.startswith("ApiError: ")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_stop_iteration_names_the_line_that_raised_it(scripted, is_async):
+    async def coroutine(problem, session):
+        return next(iter([]))
+
+    def function(problem, session):
+        return next(iter([]))
+
+    outcome = run(scripted("x<|im_end|>"), coroutine if is_async else function).outcome
+    assert outcome.reason.startswith("StopIteration: ")
+    assert "(in test_episode_faults.py:" in outcome.reason
+
+
+def test_limit_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(LimitError("turns", "too many moves")))
+    assert (error.limit, str(error)) == ("turns", "too many moves")

@@ -1,6 +1,9 @@
 """Messages: what is accepted, what is equal, and what a template receives."""
 
+import asyncio
+
 import pytest
+from template_cases import user
 from tidemill_rollout.messages import canonical, check_messages, for_template, identity
 
 USER = {"role": "user", "content": "hello"}
@@ -93,3 +96,15 @@ def test_template_receives_arguments_as_objects_or_unchanged_text():
 def test_tools_that_are_not_json_are_refused():
     with pytest.raises(ValueError, match="must be JSON: Object of type set is not JSON serializable; got"):
         canonical([{"enum": {1, 2}}])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "x", "tool_calls": 5},
+        {"role": "tool", "content": "x", "tool_call_id": ["a"]},
+    ],
+)
+def test_malformed_tool_call_is_a_value_error(scripted, message):
+    with pytest.raises(ValueError, match=r"messages\[1\]: tool_call"):
+        asyncio.run(scripted("x").session().generate([user("a"), message, user("b")]))

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_cases import CHATML, QWEN3, QWEN25, SYSTEM, TOOLS, Chat, tool, user
+from template_cases import CHATML, PLAIN_CHATML, QWEN3, QWEN25, SYSTEM, TOOLS, Chat, tool, user
 
 OTHER_TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
 
@@ -309,3 +309,41 @@ def test_every_sampled_token_is_trained_once_whatever_the_client_sends(bpe, data
     for row in chat.rows():
         assert len(row.response_mask) == len(row.response_ids) == len(row.rollout_log_probs)
         assert sum(sum(turn) for turn in row.turns) == len(row.token_ids)
+
+
+def test_tools_that_the_caller_extends_do_not_change_the_record(bpe):
+    chat = Chat(QWEN25, bpe)
+    other = json.loads(json.dumps(TOOLS[0]).replace("weather", "traffic"))
+    tools = list(TOOLS)
+    reply = chat.send([user("hi")], reply="yes<|im_end|>", tools=tools)
+    tools.append(other)
+    following = [user("hi"), reply.message, user("go")]
+    chat.send(following, reply="yes<|im_end|>", tools=tools)
+    example = chat.session.recorder.fork_examples["tools"]
+    assert example.expected != example.received
+    chat.send(following, reply="yes<|im_end|>", tools=list(TOOLS))
+    assert "traffic" not in chat.tokenizer.decode(chat.engine.prompts[-1])
+    assert chat.forks == {"tools": 1}
+
+
+def test_edited_reasoning_is_an_edit(bpe):
+    chat = Chat(QWEN3, bpe, tools=TOOLS)
+    chat.ask(user("weather?"), reply=QWEN3.reply("", reasoning="long", calls=[{"city": "Ulm"}]))
+    chat.messages[-1] = chat.messages[-1] | {"reasoning_content": "short"}
+    chat.ask(tool("rain"), reply=QWEN3.reply("wet", reasoning="done"))
+    assert chat.forks == {"edited": 1}
+    prompt = chat.tokenizer.decode(chat.engine.prompts[-1])
+    assert "short" in prompt
+    assert "long" not in prompt
+
+
+def test_other_name_of_a_speaker_is_an_edit(bpe, scripted):
+    role = "{{ message.role }}"
+    tokenizer = bpe(PLAIN_CHATML.replace(role, role + "{{ ' ' + message.name if message.name }}"))
+    policy = scripted("yes<|im_end|>", tokenizer=tokenizer)
+    session = policy.session()
+    reply = asyncio.run(session.generate([user("hi") | {"name": "alice"}]))
+    asyncio.run(session.generate([user("hi") | {"name": "bob"}, reply.message, user("and?")]))
+    prompt = tokenizer.decode(policy.engine.requests[-1][0])
+    assert "bob" in prompt
+    assert "alice" not in prompt

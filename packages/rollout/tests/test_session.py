@@ -5,6 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from episode_cases import run
+from template_cases import user
 from tidemill_rollout import Generation, LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
 
 USER = {"role": "user", "content": "hello"}
@@ -91,7 +93,7 @@ def test_sampling_that_training_cannot_account_for_is_refused_in_training_only(s
     [
         ({"text": "hello", "seed": 2**63}, "seed must be >= -2"),
         ({"text": "hello", "top_k": 2**31}, "top_k must be < 2"),
-        ({"token_ids": [5, -1]}, "token_ids must be >= 0, got -1"),
+        ({"token_ids": [5, -1]}, r"token_ids must be >= 0 and < \d+, the size of the vocabulary, got -1"),
         ({"text": "hello", "stop": ""}, r"stop must contain strings that are not empty, got \[''\]"),
         ({"text": "hello", "stop": ["a", ""]}, r"stop must contain strings that are not empty, got \['a', ''\]"),
     ],
@@ -194,3 +196,40 @@ def test_branch_has_its_own_history_and_is_trained_as_requested(scripted):
     assert session.recorder.forks == {}
     assert session.metrics()["num_sampled_tokens"] == 6
     assert session.metrics()["num_trained_tokens"] == 4
+
+
+def test_tokens_of_a_reply_that_the_caller_extends_do_not_change_the_record(scripted):
+    async def episode(problem, session):
+        ids = (await session.generate(token_ids=[10, 11])).token_ids
+        ids += [20, 21]  # an observation
+        await session.generate(token_ids=[10, 11, *ids])
+        return 1.0
+
+    result = run(scripted("yes<|im_end|>"), episode)
+    (row,) = result.trajectories
+    assert row.turns == [(2, 4), (2, 4)]
+    assert list(row.response_mask) == [1] * 4 + [0] * 2 + [1] * 4
+    assert len(row.rollout_log_probs) == 10
+    assert result.metrics["num_unused_tokens"] == 0
+
+
+def test_engine_that_extends_its_prompt_does_not_change_the_record(tokenizer):
+    class Engine:
+        async def generate(self, token_ids, sampling, *, session_id):
+            token_ids.append(40)
+            return Generation(token_ids=[40], log_probs=[-1.0], finish_reason="length", versions=[("0", 1)])
+
+    session = Policy(Engine(), tokenizer).session()
+    asyncio.run(session.generate([user("a")]))
+    (row,) = session.trajectories()
+    assert list(row.prompt_ids) == tokenizer.apply_chat_template([user("a")], add_generation_prompt=True)["input_ids"]
+
+
+def test_messages_of_a_row_that_the_caller_extends_do_not_change_the_record(scripted):
+    policy = scripted("yes<|im_end|>")
+    session = policy.session()
+    asyncio.run(session.generate([user("a")]))
+    messages = session.trajectories()[0].messages
+    messages.append(user("b"))
+    asyncio.run(session.generate(messages))
+    assert "b<|im_end|>" in policy.tokenizer.decode(policy.engine.requests[-1][0])

@@ -8,7 +8,7 @@ from tidemill_rollout.session import Reply, Session
 
 
 class BlockingSession:
-    """The same calls as a `Session`, for another thread than that of the event loop; they wait for their result.
+    """`generate` and `branch` of a `Session`, for another thread than that of the event loop; they wait for a result.
 
     Args:
         session: the session.

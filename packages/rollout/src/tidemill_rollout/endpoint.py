@@ -99,6 +99,7 @@ class Endpoint:
         assert self._serving is not None
         self._sessions.clear()
         self._server.should_exit = True
+        self._server = None
         await self._serving
 
     def add(self, session: Session) -> None:

@@ -118,8 +118,8 @@ async def _outcome(function: EpisodeFn, problem: Problem, session: Session) -> O
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and task.cancelling()):
             raise
         outcome = _outcome_of_error(error, function)
-        if outcome.status == "environment_error" and session.limit is not None:
-            return truncated(session.limit.limit, f"{session.limit}; then {outcome.reason}"[:_MAX_REASON])
+        if outcome.status == "environment_error" and (limit := session.limit_of(outcome.reason)) is not None:
+            return truncated(limit.limit, f"{limit}; then {outcome.reason}"[:_MAX_REASON])
         return outcome
     finally:
         if os.getpid() != process:
@@ -134,7 +134,11 @@ def _outcome_of_error(error: BaseException, function: EpisodeFn) -> Outcome:
         cause = next(cause for cause in causes if isinstance(cause, ModelError))
         return Outcome(reward=0.0, status="model_error", reason=f"model: {cause}"[:_MAX_REASON])
     cause = next(cause for cause in causes if not isinstance(cause, LimitError | ModelError))
-    reason = f"{type(cause).__name__}: {cause}"[:_MAX_REASON]
+    try:
+        message = str(cause)
+    except Exception:  # noqa: BLE001 - code of the user
+        message = "(its text cannot be formed)"
+    reason = f"{type(cause).__name__}: {message}"[:_MAX_REASON]
     return Outcome(reward=0.0, status="environment_error", reason=f"{reason} (in {_place(cause, function)})")
 
 
@@ -142,6 +146,8 @@ def _causes(error: BaseException) -> list[BaseException]:
     """Return the errors of a group, such as a `TaskGroup` raises, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return [cause for member in error.exceptions for cause in _causes(member)]
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration | StopAsyncIteration):
+        return [error.__cause__]  # Python replaces these where they leave a coroutine
     return [error]
 
 

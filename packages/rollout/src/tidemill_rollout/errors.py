@@ -34,6 +34,9 @@ class LimitError(RuntimeError):
         super().__init__(message)
         self.limit = limit
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.limit, str(self))  # by default, with the message alone
+
 
 class SessionEndedError(RuntimeError):
     """The session was used after its episode had ended."""

@@ -40,7 +40,11 @@ def clean_message(message: Any, number: int = 0) -> Message:
         )
     cleaned = {name: value for name, value in message.items() if value is not None and value != []}
     cleaned["content"] = _text(message.get("content"), number)
+    if not isinstance(cleaned.get("tool_call_id", ""), str):
+        raise ValueError(f"messages[{number}]: tool_call_id must be a string, got {short(cleaned['tool_call_id'])}")
     if "tool_calls" in cleaned:
+        if not isinstance(cleaned["tool_calls"], Sequence):
+            raise ValueError(f"messages[{number}]: tool_calls must be a list, got {short(cleaned['tool_calls'])}")
         cleaned["tool_calls"] = [_clean_call(call, number) for call in cleaned["tool_calls"]]
     return cleaned
 
@@ -71,7 +75,8 @@ def identity(message: Message) -> Hashable:
     """
     calls = message.get("tool_calls")
     if calls is None:
-        return message["role"], message["content"], message.get("tool_call_id")
+        name = None if message["role"] == "assistant" else message.get("name")  # clients name replies themselves
+        return message["role"], message["content"], message.get("tool_call_id"), name
     names = [(call["function"]["name"], arguments(call["function"].get("arguments"))) for call in calls]
     return message["role"], message["content"], canonical(names)
 

@@ -3,7 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from tidemill_rollout.engine import Generation
@@ -137,25 +139,33 @@ class Recorder:
         if parent is not None:
             assert parent.messages is not None
             count = len(parent.messages)
-            messages, tools = [*parent.messages, *messages[count:]], parent.tools  # clients drop the reasoning
-            suffix = self._template.suffix(
-                messages, count, tools, generation=parent.generation, fingerprint=parent.fingerprint
-            )
-            if isinstance(suffix, Fork):
-                refused = suffix
+            edited = _place_of_other_reasoning(parent.messages, messages)
+            if edited is not None:
+                refused = fork("edited", _json(parent.messages[edited:]), _json(messages[edited:]))
             else:
-                context, text = suffix
-                ids = parent.token_ids() + context
-                fingerprint = self._template.fingerprint(text)
-                return Prompt(ids, parent, context, branch, messages, tools, fingerprint, identities)
+                messages, tools = [*parent.messages, *messages[count:]], parent.tools  # clients drop the reasoning
+                suffix = self._template.suffix(
+                    messages, count, tools, generation=parent.generation, fingerprint=parent.fingerprint
+                )
+                if not isinstance(suffix, Fork):
+                    context, text = suffix
+                    ids = parent.token_ids() + context
+                    fingerprint = self._template.fingerprint(text)
+                    return Prompt(ids, parent, context, branch, messages, tools, fingerprint, identities)
+                refused = suffix
+        tools = deepcopy(tools)  # the caller may change its own
         text = self._template.render(messages, tools, add_generation_prompt=True)
         ids = self._template.encode(text)
         fingerprint = self._template.fingerprint(text)
         return Prompt(ids, None, ids, branch, messages, tools, fingerprint, identities, refused)
 
     def prompt_from_tokens(self, token_ids: Sequence[int], branch: str) -> Prompt:
-        """Return a prompt of exactly these tokens, continuing the longest recorded sequence among its prefixes."""
-        ids = list(token_ids)
+        """Return a prompt of exactly these tokens, continuing the longest recorded sequence among its prefixes.
+
+        Raises:
+            ValueError: new tokens are outside of the vocabulary, with which SGLang would crash.
+        """
+        ids = [index(token) for token in token_ids]
         lineage = list(self._lineage(branch))
         best, length = None, 0
         candidates = [(turn, 0) for turn in self._starts]
@@ -167,7 +177,11 @@ class Recorder:
                 candidates += [(child, end) for child in turn.children]
                 if turn.branch in lineage and end > length:
                     best, length = turn, end
-        return Prompt(ids, best, ids[length:], branch)
+        new, size = ids[length:], len(self._template.tokenizer)
+        wrong = [token for token in new if not 0 <= token < size]
+        if wrong:
+            raise ValueError(f"token_ids must be >= 0 and < {size}, the size of the vocabulary, got {wrong[0]}")
+        return Prompt(ids, best, new, branch)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add the turn of a finished request."""
@@ -268,6 +282,15 @@ def _best_of(turns: list[Turn], reply: Message) -> Turn:
     return max(turns, key=rank)
 
 
+def _place_of_other_reasoning(recorded: Sequence[Message], sent: Sequence[Message]) -> int | None:
+    """Return the first message that was sent with another reasoning than the recorded one; missing is the same."""
+    for number, (own, other) in enumerate(zip(recorded, sent, strict=False)):
+        reasoning = str(other.get("reasoning_content", "")).strip()
+        if reasoning and reasoning != own.get("reasoning_content", "").strip():
+            return number
+    return None
+
+
 def _call_ids(reply: Message) -> list[Any]:
     return [call.get("id") for call in reply.get("tool_calls", ())]
 
@@ -317,7 +340,7 @@ def _trajectory(path: list[Turn], trained: set[int]) -> Trajectory:
         branch=path[-1].branch,
         finish_reason=path[-1].generation.finish_reason,
         turns=[(len(turn.context_ids), len(turn.generation.token_ids)) for turn in path],
-        messages=path[-1].messages,
+        messages=deepcopy(path[-1].messages),  # the caller may change its own
         extra=path[-1].generation.extra,
     )
 

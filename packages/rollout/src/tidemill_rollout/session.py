@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
-from operator import index
 from typing import Any
 from urllib.parse import quote
 
@@ -96,6 +95,7 @@ class SessionState:
         num_returned_tokens: tokens that the engine has returned.
         is_ended: whether the episode has ended.
         limit: the limit that refused the last request; None if it was not refused.
+        refusals: all limits that refused a request.
     """
 
     id: str
@@ -113,6 +113,7 @@ class SessionState:
     num_returned_tokens: int = 0
     is_ended: bool = False
     limit: LimitError | None = None
+    refusals: list[LimitError] = field(default_factory=list)
 
 
 class Session:
@@ -148,10 +149,10 @@ class Session:
         key = self._state.api_key
         return f"{key}:{quote(self._branch)}" if key and self._branch != "main" else key
 
-    @property
-    def limit(self) -> LimitError | None:
-        """The limit that refused the last request; None if it was not refused."""
-        return self._state.limit
+    def limit_of(self, reason: str) -> LimitError | None:
+        """Return the limit that refused the last request, or the one that an error of a client names."""
+        named = (limit for limit in self._state.refusals if str(limit) in reason)
+        return self._state.limit or next(named, None)
 
     @property
     def template(self) -> ChatTemplate:
@@ -187,8 +188,8 @@ class Session:
             sampling: fields of `SamplingParams` that differ from the session's.
 
         Raises:
-            ValueError: not exactly one prompt, malformed messages, negative token ids, or a sampling parameter that
-                training or the engine cannot use.
+            ValueError: not exactly one prompt, malformed messages, token ids outside of the vocabulary, or a sampling
+                parameter that training or the engine cannot use.
             TemplateError: the chat template rejects the messages or ignores the tools.
             LimitError: the context length or the number of turns is reached.
             EngineError: the engine failed or timed out.
@@ -205,14 +206,12 @@ class Session:
         else:
             ids = state.template.encode(text) if text is not None else token_ids
             assert ids is not None
-            ids = [index(token) for token in ids]
-            if (lowest := min(ids, default=0)) < 0:  # SGLang would crash
-                raise ValueError(f"token_ids must be >= 0, got {lowest}")
             prompt = state.recorder.prompt_from_tokens(ids, self._branch)
         try:
             changes["max_tokens"] = self._max_tokens(changes.get("max_tokens"), prompt)
         except LimitError as error:
             state.limit = error
+            state.refusals.append(error)
             raise
         state.limit = None
         number = state.num_requests
@@ -312,7 +311,7 @@ class Session:
     async def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Reply:
         state = self._state
         timeout_s = state.config.generate_timeout_s
-        request = asyncio.create_task(state.engine.generate(prompt.token_ids, params, session_id=state.id))
+        request = asyncio.create_task(state.engine.generate(list(prompt.token_ids), params, session_id=state.id))
         state.running.add(request)
         request.add_done_callback(self._finish_request)
         try:
@@ -338,8 +337,8 @@ class Session:
         return Reply(
             message=message,
             text=text,
-            token_ids=generation.token_ids,
-            log_probs=generation.log_probs,
+            token_ids=list(generation.token_ids),  # copies: the caller may change its own
+            log_probs=list(generation.log_probs),
             finish_reason="tool_calls" if "tool_calls" in message else generation.finish_reason,
             num_prompt_tokens=len(prompt.token_ids),
         )

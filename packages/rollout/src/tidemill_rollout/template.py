@@ -229,7 +229,7 @@ class ChatTemplate:
         reasoning = messages[count - 1].get("reasoning_content", "").strip()
         if not self._keep_reasoning and reasoning and self._drops_reasoning(messages[:count], tools, before):
             return fork("reasoning", f"<think>\n{reasoning}\n</think>", before[-200:])
-        ids = self.encode(after[position:])
+        ids = self.encode_continuation(after[position:])
         last = generation.token_ids[-1] if generation.token_ids else None
         opens_next = ids[:1] == [last]  # where no token closes a reply, the sampled one opens the next message
         if last in self._special.values() and (opens_next or (generation.finish_reason == "stop" and closing)):

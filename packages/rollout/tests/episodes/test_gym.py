@@ -105,6 +105,30 @@ def test_environment_is_closed_after_the_time_limit(scripted):
     assert is_closed.wait(timeout=60)
 
 
+class Broken(Countdown):
+    def step(self, action):
+        raise ValueError("board is full")
+
+    def close(self):
+        raise RuntimeError("closed twice")
+
+
+def test_error_of_close_does_not_hide_that_of_a_step(scripted):
+    outcome = play(scripted("x<|im_end|>"), make_env=Broken)[0].outcome
+    assert outcome.reason.startswith("ValueError: board is full")
+
+
+@pytest.mark.parametrize("start", ["start", "go", [{"role": "user", "content": "start"}]])
+def test_reset_that_returns_no_pair_is_an_environment_error(scripted, start):
+    class Old(Countdown):
+        def reset(self, *, seed):
+            return start
+
+    result, _, turns = play(scripted("x<|im_end|>"), make_env=Old)
+    assert "reset() must return (observation, info), got" in result.outcome.reason
+    assert not turns
+
+
 textarena_episodes = pytest.importorskip("tidemill_rollout.episodes.textarena", exc_type=ImportError)
 
 
@@ -180,3 +204,9 @@ def test_skyrl_environment_with_one_turn_scores_the_reply(scripted):
     problem = Problem(prompt="what is 6 * 7", ground_truth="42")
     result = asyncio.run(scripted("#### 42<|im_end|>").run(episode, problem))
     assert (result.outcome.status, result.outcome.reward) == ("ok", 1.0)
+
+
+def test_game_that_never_returns_is_an_error_of_the_others(monkeypatch):
+    monkeypatch.setattr(textarena_episodes, "_LOCK_TIMEOUT_S", 0.01)
+    with textarena_episodes._random_lock, pytest.raises(RuntimeError, match=r"another game of .* for 0\.01 s"):
+        textarena_episodes.TextArenaEnv(None).reset(seed=1)

@@ -1,11 +1,13 @@
 """Environments with `reset` and `step`, as gymnasium defines them, whose observations and actions are texts."""
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from tidemill_rollout.blocking import BlockingSession
 from tidemill_rollout.episode import EpisodeFn
-from tidemill_rollout.errors import LimitError
+from tidemill_rollout.errors import LimitError, short
 from tidemill_rollout.messages import Message
 from tidemill_rollout.outcome import Outcome, truncated
 from tidemill_rollout.problem import Problem
@@ -47,7 +49,10 @@ def gym_episode(make_env: Callable[[Problem], TextEnv], *, max_turns: int = 100)
         total, num_steps = 0.0, 0
         limit, message = "turns", f"the environment has not terminated within {max_turns} steps"
         try:
-            messages = _messages(env.reset(seed=problem.ordinal)[0])
+            start = env.reset(seed=problem.ordinal)
+            if not isinstance(start, tuple) or len(start) != 2:
+                raise TypeError(f"reset() must return (observation, info), got {short(start)}")
+            messages = _messages(start[0])
             while num_steps < max_turns:
                 reply = session.generate(messages)
                 observation, reward, is_terminated, is_truncated, _ = env.step(reply.text)
@@ -61,7 +66,9 @@ def gym_episode(make_env: Callable[[Problem], TextEnv], *, max_turns: int = 100)
         except LimitError as error:
             limit, message = error.limit, str(error)
         finally:
-            env.close()
+            # An error of `close` must not hide that of a step.
+            with suppress(Exception) if sys.exc_info()[0] is not None else nullcontext():
+                env.close()
         return truncated(limit, message, reward=total, metrics={"num_steps": float(num_steps)})
 
     return episode

@@ -11,6 +11,7 @@ from tidemill_rollout.episode import EpisodeFn
 from tidemill_rollout.episodes.gym import gym_episode
 
 _random_lock = threading.Lock()
+_LOCK_TIMEOUT_S = 60.0
 
 
 def textarena_game(name: str, *, max_turns: int = 100, **options: Any) -> EpisodeFn:
@@ -66,7 +67,9 @@ class TextArenaEnv:
         return "\n".join(text for _, text, kind in messages if kind is not own)
 
     def _call(self, function: Any) -> Any:
-        with _random_lock:
+        if not _random_lock.acquire(timeout=_LOCK_TIMEOUT_S):
+            raise RuntimeError(f"another game of this process has not returned for {_LOCK_TIMEOUT_S:g} s")
+        try:
             other = random.getstate()
             random.setstate(self._random_state)
             try:
@@ -74,3 +77,5 @@ class TextArenaEnv:
             finally:
                 self._random_state = random.getstate()
                 random.setstate(other)
+        finally:
+            _random_lock.release()
