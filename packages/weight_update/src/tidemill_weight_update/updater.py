@@ -172,7 +172,8 @@ class WeightUpdater:
         """Send tensors to the engines to readmit, or to all that are not excluded."""
         version = str(weight_version)
         stages, failure = Stages(), Failure()
-        transfer, fleet, numbers = None, Fleet([], self._in_flight), [0] * 5
+        transfer, fleet = None, Fleet([], self._in_flight)
+        values: list[Any] = []
         method = "update()" if readmitted is None else "readmit()"
         self._sequence += 1
         with failure:
@@ -182,19 +183,19 @@ class WeightUpdater:
             if self._ranks.rank == 0:
                 fleet = self._engines.fleet(self._in_flight, readmitted)
             begun = self._fast.begin(self._sequence, transfer, fleet)
-            numbers = [*begun, fleet.num_receivers, len(fleet.stock), transfer.declaration.plain_digest]
+            values = [begun, fleet.num_receivers, len(fleet.stock), transfer.declaration.plain_digest]
             if transfer.number:
                 method = f"{'send' if readmitted is None else 'readmit'}() of declaration {transfer.number}"
-        rows = self._ranks.exchange(failure.error, numbers, method=method)
+        rows = self._ranks.exchange(failure.error, values, method=method)
         assert transfer is not None
-        num_receivers, num_stock = rows[0][2:4]
+        _, num_receivers, num_stock, _ = rows[0]
         if transfer.number == 0:  # others were checked by `declare`
-            check_plain(self._ranks, transfer.declaration.plain, [row[4] for row in rows])
+            check_plain(self._ranks, transfer.declaration.plain, [row[3] for row in rows])
         fast = stock = (0, 0, 0)
         with self._paused(fleet):
             if num_receivers:
                 try:
-                    fast = self._fast.update(transfer, fleet, [row[:2] for row in rows], num_receivers, stages)
+                    fast = self._fast.update(transfer, fleet, [row[0] for row in rows], num_receivers, stages)
                 except RankLostError as error:  # engines may know which rank was lost
                     raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:

@@ -104,18 +104,13 @@ class SharedBoard:
     def create(cls) -> "SharedBoard":
         fd = os.memfd_create("tidemill-board")
         os.ftruncate(fd, _TOTALS_END)
-        return cls(fd, path_of(os.getpid() << 32 | fd, os.fstat(fd).st_ino))
+        return cls(fd, f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}")
 
     @classmethod
     def open(cls, path: str) -> "SharedBoard":
         """Open the board of another process."""
         file, _, inode = path.partition("#")
         return cls(open_file(file, int(inode), os.O_RDWR), path)
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Owner's process ID and file descriptor in one number, and the inode of the file; for its owner only."""
-        return os.getpid() << 32 | self._fd, os.fstat(self._fd).st_ino
 
     def put(self, record: Record, row: int, *words: int) -> None:
         place = (_FIRST[record] + row) * WORDS
@@ -161,11 +156,6 @@ class SharedBoard:
         """Close the file; the memory is released with the last array that `read` returned."""
         del self._bytes, self._words
         os.close(self._fd)
-
-
-def path_of(where: int, inode: int) -> str:
-    """Return the path by which other processes open the board with this `SharedBoard.identity`."""
-    return f"/proc/{where >> 32}/fd/{where & 0xFFFFFFFF}#{inode}"
 
 
 class PollingWait:

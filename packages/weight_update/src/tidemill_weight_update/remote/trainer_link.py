@@ -147,7 +147,7 @@ class TrainerLink:
         self._rank = rank
         self._timeout_s = timeout_s
         self._server: TCPStore | None = None
-        self._identity = (0, 0)
+        self._path = ""
         self._connections: Connections | None = None
 
     @property
@@ -155,22 +155,23 @@ class TrainerLink:
         assert self._connections is not None, "call connect() first"
         return self._connections
 
-    def open(self) -> tuple[int, int]:
-        """Open the store unless it is open; return its port and session. On rank 0 only."""
+    def open(self) -> str:
+        """Open the store unless it is open; return the path of the mailbox of rank 0. On rank 0 only."""
         if self._server is None:
             self._server = create_store(self._link, self._timeout_s)
-            self._identity = self._server.port, secrets.randbits(62)
-        return self._identity
+            session = f"{secrets.randbits(62):x}"
+            self._path = LinkAddress(host=self._link.host, port=self._server.port, session=session).mailbox_path(0)
+        return self._path
 
-    def is_at(self, port: int, session: int) -> bool:
-        """Return whether this side is connected to that store."""
-        return self._identity == (port, session)
+    def is_at(self, path: str) -> bool:
+        """Return whether this side is connected to the store with that mailbox of rank 0."""
+        return self._path == path
 
-    def connect(self, port: int, session: int, num_receivers: int) -> Mailbox:
+    def connect(self, path: str, num_receivers: int) -> Mailbox:
         """Return this rank's mailbox in the store of rank 0, with space for `num_receivers` engine ranks."""
         if self._connections is None:
-            self._identity = port, session
-            address = LinkAddress(host=self._link.host, port=port, session=f"{session:x}")
+            self._path = path
+            address, _ = LinkAddress.from_path(path)
             self._connections = Connections(address, self._rank, num_receivers, self._timeout_s)
         return self._connections.mailbox
 
@@ -182,4 +183,4 @@ class TrainerLink:
         if self._connections is not None:
             self._connections.close()
         self._connections = self._server = None
-        self._identity = (0, 0)
+        self._path = ""

@@ -12,7 +12,7 @@ import torch
 
 from tidemill_weight_update.client import GroupLink
 from tidemill_weight_update.collector import paused_collector
-from tidemill_weight_update.control.board import MAX_RECEIVERS, SharedBoard, path_of
+from tidemill_weight_update.control.board import MAX_RECEIVERS, SharedBoard
 from tidemill_weight_update.control.descriptor import Request
 from tidemill_weight_update.control.mailbox import Mailbox, Readers
 from tidemill_weight_update.copy.copier import Blocks
@@ -104,8 +104,8 @@ class FastPath:
                 self._last = Declaration(source, self._dtype, self._ranks.rank)
         return self._last
 
-    def begin(self, sequence: int, transfer: Transfer, fleet: Fleet) -> tuple[int, int]:
-        """Start an update; return what the other ranks need for `update`.
+    def begin(self, sequence: int, transfer: Transfer, fleet: Fleet) -> str:
+        """Start an update; return the path of this rank's mailbox, with a link only on rank 0.
 
         Raises:
             ValueError: more engine ranks than a board in shared memory has rows.
@@ -124,7 +124,7 @@ class FastPath:
             transfer.check_memory()
         if self._link is not None:
             if self._ranks.rank > 0:
-                return 0, 0
+                return ""
             engines = [(id(member.client), member.rows) for member in fleet.members if member.rows]
             if engines != self._engines:  # a link connects a fixed set of engines
                 self.close()
@@ -133,12 +133,10 @@ class FastPath:
         if self._sender is None:
             self._sender = Sender(Mailbox(SharedBoard.create()), self._allow_non_finite)
         self.mailbox.begin(sequence)
-        board = self.mailbox.board
-        assert isinstance(board, SharedBoard)
-        return board.identity
+        return self.mailbox.path
 
     def update(
-        self, transfer: Transfer, fleet: Fleet, begun: Sequence[Sequence[int]], num_receivers: int, stages: Stages
+        self, transfer: Transfer, fleet: Fleet, begun: Sequence[str], num_receivers: int, stages: Stages
     ) -> tuple[int, int, int]:
         """Send the tensors of this rank while the engines read those of all ranks; return when all have responded.
 
@@ -202,16 +200,15 @@ class FastPath:
         if self._sender is not None:
             self._sender.mailbox.end(self._sequence)
 
-    def _connect(self, begun: Sequence[Sequence[int]], num_receivers: int) -> tuple[str, ...]:
+    def _connect(self, begun: Sequence[str], num_receivers: int) -> tuple[str, ...]:
         """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update."""
         if self._link is None:
-            return tuple(path_of(where, inode) for where, inode in begun)
+            return tuple(begun)
         failure = Failure()
         with failure:
-            port, session = begun[0]
-            if not self._link.is_at(port, session):
+            if not self._link.is_at(begun[0]):
                 self.close()
-            mailbox = self._link.connect(port, session, num_receivers)
+            mailbox = self._link.connect(begun[0], num_receivers)
             if self._sender is None:
                 self._sender = Sender(mailbox, self._allow_non_finite)
             mailbox.begin(self._sequence)

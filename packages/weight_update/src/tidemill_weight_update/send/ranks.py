@@ -37,14 +37,10 @@ class Failure:
         return True
 
 
-_HOST = "cpu"
-"""Device of exchanged values, independent of the trainer's `torch.set_default_device`."""
-
 _SHORT = 1024
-"""Bytes of texts that are exchanged with their sizes; longer ones take a second round."""
-
-_NUMBERS = 6
-"""Numbers of an exchange. Rows of all methods have one length: gloo ends a process that receives a longer row."""
+"""Bytes of texts that are exchanged with their sizes; longer ones take a second round. All rows have this length: gloo
+ends a process that receives a longer row.
+"""
 
 _STORE_TIMEOUT_S = 2.0
 """Longest wait for the store while an error is described."""
@@ -85,12 +81,12 @@ class Ranks:
         self._group = self._arrivals = None
 
     def exchange(
-        self, error: Exception | None, numbers: Sequence[int], timeout_s: float | None = None, *, method: str = ""
-    ) -> list[list[int]]:
-        """Return the numbers of all ranks on all ranks, or raise on every rank.
+        self, error: Exception | None, values: Sequence[Any], timeout_s: float | None = None, *, method: str = ""
+    ) -> list[list[Any]]:
+        """Return the values of all ranks on all ranks, or raise on every rank.
 
         Args:
-            numbers: signed 64-bit numbers, at most 6, the same count on each rank.
+            values: numbers and strings.
             method: the user's call that this exchange begins.
 
         Raises:
@@ -102,32 +98,31 @@ class Ranks:
         if self._group is None:
             if error is not None:
                 raise error
-            return [list(numbers)]
-        assert len(numbers) <= _NUMBERS
-        padding = [0] * (_NUMBERS - len(numbers))
+            return [list(values)]
+        own_failure = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            gathered = self._gather([error is not None, text_digest(method), *numbers, *padding], timeout_s)
+            texts = self.gather_texts(json.dumps([own_failure, method, values]), timeout_s)
         except RankLostError as lost:
             if error is not None:
-                lost.add_note(f"this rank had failed before: {type(error).__name__}: {error}")
+                lost.add_note(f"this rank had failed before: {own_failure}")
             raise
-        failed = [rank for rank, row in enumerate(gathered) if row[0]]
-        if not failed:
-            if len({row[1] for row in gathered}) > 1:
-                called = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.gather_texts(method)))
-                raise ValueError(
-                    f"the ranks have called different methods ({called}); all ranks must call the methods of "
-                    f"WeightUpdater and Transfer together and in the same order"
-                )
-            return [row[2 : 2 + len(numbers)] for row in gathered]
-        messages = self.gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
             raise error
-        errors = "; ".join(f"rank {rank} of {self.size}: {messages[rank]}" for rank in failed)
-        raise RuntimeError(f"weight update failed on {errors}")
+        failures, methods, gathered = zip(*map(json.loads, texts), strict=True)
+        if any(failures):
+            failed = (f"rank {rank} of {self.size}: {failure}" for rank, failure in enumerate(failures) if failure)
+            raise RuntimeError(f"weight update failed on {'; '.join(failed)}")
+        if len(set(methods)) > 1:
+            called = ", ".join(f"rank {rank}: {called}" for rank, called in enumerate(methods))
+            raise ValueError(
+                f"the ranks have called different methods ({called}); all ranks must call the methods of "
+                f"WeightUpdater and Transfer together and in the same order"
+            )
+        return list(gathered)
 
-    def _gather(self, numbers: Sequence[int], timeout_s: float | None = None) -> list[list[int]]:
+    def _gather(self, data: bytes, timeout_s: float | None) -> list[bytes]:
+        """Return the data of all ranks, of equal length, on all ranks."""
         assert self._group is not None
         assert self._arrivals is not None
         if self._lost:
@@ -135,15 +130,15 @@ class Ranks:
         options = AllgatherOptions()
         if timeout_s is not None:
             options.timeout = timedelta(seconds=timeout_s)
-        mine = torch.tensor(numbers, dtype=torch.int64, device=_HOST)
-        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_HOST)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = torch.empty(self.size, len(data), dtype=torch.uint8, device="cpu")  # whatever the default device
         try:
             work = self._group.allgather([list(gathered.unbind())], [mine], options)  # type: ignore[attr-defined]
             self._arrivals.arrive()
             work.wait()
         except RuntimeError as error:
             raise self._lost_error(error, self._arrivals.missing()) from error
-        return gathered.tolist()
+        return [row.numpy().tobytes() for row in gathered]
 
     def _lost_error(self, error: RuntimeError, which: str) -> RankLostError:
         reason = str(error).splitlines()[0].split("] ", 1)[-1]  # without gloo's source location
@@ -153,17 +148,17 @@ class Ranks:
         )
         return RankLostError(self._lost)
 
-    def gather_texts(self, text: str) -> list[str]:
+    def gather_texts(self, text: str, timeout_s: float | None = None) -> list[str]:
         """Return the texts of all ranks on all ranks."""
         if self._group is None:
             return [text]
         data = text.encode()
-        rows = self._gather([len(data), *data[:_SHORT].ljust(_SHORT, b"\0")])
-        longest = max(row[0] for row in rows)
-        if longest > _SHORT:
-            rest = self._gather(list(data[_SHORT:].ljust(longest - _SHORT, b"\0")))
-            rows = [row + more for row, more in zip(rows, rest, strict=True)]
-        return [bytes(text[:size]).decode(errors="replace") for size, *text in rows]
+        rows = self._gather(len(data).to_bytes(8) + data[:_SHORT].ljust(_SHORT, b"\0"), timeout_s)
+        sizes, texts = [int.from_bytes(row[:8]) for row in rows], [row[8:] for row in rows]
+        if max(sizes) > _SHORT:
+            rest = self._gather(data[_SHORT:].ljust(max(sizes) - _SHORT, b"\0"), timeout_s)
+            texts = [text + more for text, more in zip(texts, rest, strict=True)]
+        return [text[:size].decode(errors="replace") for text, size in zip(texts, sizes, strict=True)]
 
 
 class _Arrivals:
