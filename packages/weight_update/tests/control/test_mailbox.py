@@ -105,9 +105,7 @@ def test_state_of_another_update_is_ignored(sides):
     assert engine.declared(2) is None
     assert engine.published(2) == (0, False)
     assert trainer.state(2, 0) == IDLE
-    assert trainer.acknowledged(2, 8).tolist() == [0] * 8
     assert trainer.readers(2, 8) == [Reader()] * 8
-    assert trainer.receiver_pid(2, 0) == 0
     assert not trainer.is_excluded(2, 0)
     for read in (engine.declared, engine.published):
         with pytest.raises(RuntimeError, match="cancelled update 1"):
@@ -146,8 +144,7 @@ def test_reports_of_engine_ranks_are_visible_to_all(sides):
     for view in (trainer, first, second):
         assert [view.state(3, row) for row in range(3)] == [ATTACHED, MIXED, IDLE]
         assert view.reply(1) == {"error": "what happened", "numbers": [1, 2]}
-        assert view.receiver_pid(3, 1) == os.getpid()
-        assert [view.receiver_has_exited(3, row) for row in range(3)] == [False] * 3
+        assert [view.exited_receiver(3, row) for row in range(3)] == [None] * 3
     first.report(3, 0, CHECKED, {})
     assert trainer.state(3, 0) == CHECKED
 
@@ -163,7 +160,7 @@ def test_acknowledgements_and_exclusions_are_per_rank(sides):
     trainer.begin(1)
     first.acknowledge(1, 0, 4)
     second.acknowledge(1, 5, 1 << 31)
-    assert trainer.acknowledged(1, 6).tolist() == [4, 0, 0, 0, 0, 1 << 31]
+    assert [reader.released for reader in trainer.readers(1, 6)] == [4, 0, 0, 0, 0, 1 << 31]
     trainer.exclude(1, 0)
     trainer.exclude(1, 5)
     assert [first.is_excluded(1, row) for row in (0, 1, 5)] == [True, False, True]
@@ -191,8 +188,8 @@ def test_exited_engine_rank_is_detected(sides, monkeypatch):
     exited.wait()
     monkeypatch.setattr(os, "getpid", lambda: exited.pid)
     engine.report(1, 0, ATTACHED, {})
-    assert trainer.receiver_has_exited(1, 0)
-    assert not trainer.receiver_has_exited(2, 0)
+    assert trainer.exited_receiver(1, 0) == exited.pid
+    assert trainer.exited_receiver(2, 0) is None
 
 
 def test_process_of_another_machine_is_never_considered_exited(server, monkeypatch):
@@ -205,8 +202,8 @@ def test_process_of_another_machine_is_never_considered_exited(server, monkeypat
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     Mailbox(StoreBoard(link(client(server)), "path", 0)).report(1, 0, ATTACHED, {})
     monkeypatch.undo()
-    assert box.receiver_pid(1, 0) == 2**22 + 1
-    assert not box.receiver_has_exited(1, 0)
+    assert box.board.get("report", 0)[1] == 2**22 + 1
+    assert box.exited_receiver(1, 0) is None
 
 
 def test_reader_that_waits_for_a_bucket_is_seen_by_its_trainer_rank(sides):
@@ -220,7 +217,6 @@ def test_reader_that_waits_for_a_bucket_is_seen_by_its_trainer_rank(sides):
     assert [waiting.waits_for(bucket) for bucket in range(3)] == [False, True, False]
     assert absent == Reader()
     assert mapping == Reader(2, ReaderState.MAPS)
-    assert trainer.acknowledged(4, 3).tolist() == [1, 0, 2]
 
 
 def test_too_many_tensors_are_refused(sides):

@@ -48,8 +48,8 @@ class Board(Protocol):
         """Return all words of a record, the first one read first. Words that were never written are 0."""
         ...
 
-    def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
-        """Return the words of the first rows: int64 [num_rows, WORDS]."""
+    def get_rows(self, record: Record, num_rows: int) -> list[list[int]]:
+        """Return all words of the first rows."""
         ...
 
     def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
@@ -121,13 +121,8 @@ class SharedBoard:
         place = (_FIRST[record] + row) * WORDS
         return [self._words[place], *self._words[place + 1 : place + WORDS].tolist()]
 
-    def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
-        start = _FIRST[record] * WORDS
-        words = np.frombuffer(self._words, np.int64)[start : start + num_rows * WORDS].reshape(num_rows, WORDS)
-        first = words[:, 0].copy()
-        rows = words.copy()
-        rows[:, 0] = first
-        return rows
+    def get_rows(self, record: Record, num_rows: int) -> list[list[int]]:
+        return [self.get(record, row) for row in range(num_rows)]
 
     def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
         first, size, end = _AREAS[area]

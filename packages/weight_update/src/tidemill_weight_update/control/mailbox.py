@@ -248,17 +248,11 @@ class Mailbox:
     def is_excluded(self, sequence: int, receiver: int) -> bool:
         return self.board.get("excluded", receiver)[0] == _stamp(sequence, 1)
 
-    def acknowledged(self, sequence: int, num_receivers: int) -> NDArray[np.int64]:
-        """Return how many buckets each engine rank has released: int64 [num_receivers]."""
-        stamps = self.board.get_rows("reader", num_receivers)[:, 0]
-        return np.where(stamps >> 32 == sequence, stamps & _LOW, 0)
-
     def readers(self, sequence: int, num_receivers: int) -> list[Reader]:
         """Return what each engine rank wrote for this trainer rank in this update."""
-        rows = self.board.get_rows("reader", num_receivers).tolist()
         return [
             Reader(stamp & _LOW, ReaderState(state), wire, (parts, length)) if stamp >> 32 == sequence else Reader()
-            for stamp, state, wire, parts, length, *_ in rows
+            for stamp, state, wire, parts, length, *_ in self.board.get_rows("reader", num_receivers)
         ]
 
     def state(self, sequence: int, receiver: int) -> int:
@@ -269,19 +263,14 @@ class Mailbox:
         _, _, _, length, *_ = self.board.get("report", receiver)
         return json.loads(bytes(self.board.read("replies", receiver, length)))
 
-    def receiver_pid(self, sequence: int, receiver: int) -> int:
-        """Return the process ID of `receiver`, 0 if it has not reported in this update."""
-        stamp, pid, *_ = self.board.get("report", receiver)
-        return pid if stamp >> 32 == sequence else 0
-
-    def receiver_has_exited(self, sequence: int, receiver: int) -> bool:
-        """Return whether `receiver` is known to have exited after it reported; see `owner_has_exited`."""
+    def exited_receiver(self, sequence: int, receiver: int) -> int | None:
+        """Return the process ID of `receiver` if it is known to have exited after it reported."""
         stamp, pid, location, *_ = self.board.get("report", receiver)
-        return stamp >> 32 == sequence and has_exited(pid, location)
+        return pid if stamp >> 32 == sequence and has_exited(pid, location) else None
 
     def is_lost(self, sequence: int, receiver: int) -> bool:
         """Return whether nobody waits for `receiver` any more: it is excluded, or has exited."""
-        return self.is_excluded(sequence, receiver) or self.receiver_has_exited(sequence, receiver)
+        return self.is_excluded(sequence, receiver) or self.exited_receiver(sequence, receiver) is not None
 
     def totals(self, receiver: int, num_tensors: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return what `receiver` wrote for each tensor: checksums and element counts, int64 [num_tensors] each."""
@@ -315,7 +304,7 @@ class Readers:
         wait = PollingWait(self._timeout_s, f"engines to read bucket {num_buckets - 1}", self._drop_exited)
         slowest = 0
         while True:
-            released = self._own.acknowledged(self._sequence, self._num_receivers).tolist()
+            released = [reader.released for reader in self._own.readers(self._sequence, self._num_receivers)]
             late = {row for row in self._rows if released[row] < num_buckets}
             if not late:
                 return

@@ -101,8 +101,7 @@ class Peers:
         self.check()
         for row in pending:
             rank = row - self._rows[0]
-            if self._control.receiver_has_exited(self._sequence, row):
-                pid = self._control.receiver_pid(self._sequence, row)
+            if (pid := self._control.exited_receiver(self._sequence, row)) is not None:
                 raise RuntimeError(
                     f"rank {rank} of this engine (process {pid}) has exited; see the SGLang log of that rank"
                 )

@@ -115,9 +115,9 @@ class StoreBoard:
     def get(self, record: Record, row: int) -> list[int]:
         return np.frombuffer(self.link.call(lambda store: store.get(self._key(record, row))), "<i8").tolist()
 
-    def get_rows(self, record: Record, num_rows: int) -> NDArray[np.int64]:
+    def get_rows(self, record: Record, num_rows: int) -> list[list[int]]:
         keys = [self._key(record, row) for row in range(num_rows)]
-        return np.frombuffer(b"".join(self.link.call(lambda store: store.multi_get(keys))), "<i8").reshape(-1, WORDS)
+        return [np.frombuffer(words, "<i8").tolist() for words in self.link.call(lambda store: store.multi_get(keys))]
 
     def write(self, area: Area, at: int, data: bytes | NDArray[np.int64]) -> None:
         value = data if isinstance(data, bytes) else data.astype("<i8").tobytes()
