@@ -12,7 +12,7 @@ from tidemill_weight_update.client import AdapterClient
 from tidemill_weight_update.copy.table import aligned
 from tidemill_weight_update.lora import LoraConfig, pairs_of, saved_name
 from tidemill_weight_update.memory import BucketHandle, CudaArena, HostArena, TensorEntry, new_stock_arena
-from tidemill_weight_update.send.fleet import CLIENT_ERRORS, Fleet, Member
+from tidemill_weight_update.send.fleet import Fleet, Member
 from tidemill_weight_update.send.ranks import Failure, Ranks, text_digest
 from tidemill_weight_update.stats import Stages
 from tidemill_weight_update.tensors import (
@@ -207,10 +207,14 @@ class StockPath:
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
             is_last = bucket.is_last
-        with stages("finish"):
-            for member in fleet.stock:
-                if fleet.flushes and member.error is None and failure.error is None:
-                    _flush(member, version)
+        if fleet.flushes and failure.error is None:
+            what = (
+                f"has version {version!r}, but its outputs may use cache entries of the old weights (flush the cache "
+                f"before using it): it did not flush its prefix cache: "
+            )
+            with stages("finish"):
+                for member in fleet.stock:
+                    member.attempt(member.client.flush_cache, unchanged=False, what=what)
         self._ranks.exchange(failure.error, [])
         return num_buckets, num_tensors, num_bytes
 
@@ -300,17 +304,6 @@ def _load(handle: BucketHandle, fleet: Fleet) -> None:
             member.attempt(lambda client=member.client: client.load_bucket(handle), unchanged=False, what=what)
     if not fleet.num_receivers and all(member.error is not None for member in fleet.stock):
         raise RuntimeError("; ".join(f"{member.name}: {member.error}" for member in fleet.stock))
-
-
-def _flush(member: Member, version: str) -> None:
-    try:
-        member.client.flush_cache()
-    except CLIENT_ERRORS as error:
-        member.fail(
-            f"has version {version!r} but did not flush its prefix cache: {error}. Its outputs may use cache entries "
-            f"of the old weights; flush the cache before using it",
-            unchanged=False,
-        )
 
 
 def _load_adapter(
