@@ -197,7 +197,7 @@ def check_plan(case, tensors):
     after = parameter_bits(model) | derived_bits(model)
     with torch.device("meta"):
         on_meta = record(build(case), specs)
-    return summary(plan) | {
+    return summary(plan, specs) | {
         "changed_by_recording": different(before, after),
         "wrong_counts": wrong_counts(model, plan),
         "same_plan_on_meta": on_meta == plan,
@@ -221,13 +221,12 @@ def update(case, tensors, rank, pipes):
     }
 
 
-def summary(plan):
+def summary(plan, specs):
     return {
         "copies": len(plan.copies),
         "through_loader": plan.through_loader,
-        "unused": plan.unused,
+        "unused": sorted({spec.name for spec in specs} - {copy.name for copy in plan.copies} - {*plan.through_loader}),
         "uncovered": plan.uncovered,
-        "overwritten": plan.overwritten,
     }
 
 
@@ -282,7 +281,7 @@ def check_671b(tensors):
         sizes[part.parameter] -= part.box.numel
     for fill in plan.fills:
         sizes[fill.parameter] -= math.prod(fill.shape)
-    return summary(plan) | {
+    return summary(plan, specs) | {
         "names_as_in_a_checkpoint": tiny == {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         "sources": len(specs),
         "not_written": sorted(name for name, size in sizes.items() if size),

@@ -44,18 +44,14 @@ class CopyPlan:
         through_loader: name -> reason, for sources whose loading is more than copies. They have no copies; pass all of
             them, in this order, to one call of the model's own `load_weights` after the copies.
         converted: names in `through_loader` that loading would cast between integers and floating-point numbers.
-        unused: names that loading does not copy anywhere: experts of other ranks, `lm_head` of a tied model.
         uncovered: parameter -> number of elements that nothing writes.
-        overwritten: parameter -> number of elements that are written more than once, in `load_weights`.
     """
 
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...] = ()
     through_loader: dict[str, str] = field(default_factory=dict)
     converted: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
     uncovered: dict[str, int] = field(default_factory=dict)
-    overwritten: dict[str, int] = field(default_factory=dict)
 
 
 logger = logging.getLogger(__name__)

@@ -100,11 +100,12 @@ class _Coverage:
     Attributes:
         uncovered: parameter -> number of elements that nothing writes, or only code that runs before or after the
             sources are loaded.
+        overwritten: parameters with elements that are written more than once.
         unknown: parameters whose writes are too scattered to count.
     """
 
     uncovered: dict[str, int] = field(default_factory=dict)
-    overwritten: dict[str, int] = field(default_factory=dict)
+    overwritten: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -125,7 +126,7 @@ def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
         if covered < sizes[name]:
             coverage.uncovered[name] = sizes[name] - covered
         if overwritten:
-            coverage.overwritten[name] = overwritten
+            coverage.overwritten.add(name)
     return coverage
 
 
@@ -196,15 +197,12 @@ def _plan(tracer: Tracer, names: Sequence[str]) -> CopyPlan:
     replays = [write.replay for write in tracer.writes]
     fills = [replay for replay in replays if isinstance(replay, Fill)]
     copies = [replay for replay in replays if isinstance(replay, Copy) and replay.name not in left]
-    copied = {copy.name for copy in copies}
     return CopyPlan(
         copies=tuple(copies),
         fills=tuple(fills),
         through_loader={name: left[name] for name in names if name in left},
         converted=tuple(name for name in names if name in tracer.converted),
-        unused=tuple(name for name in names if name not in left and name not in copied),
         uncovered=coverage.uncovered,
-        overwritten=coverage.overwritten,
     )
 
 
