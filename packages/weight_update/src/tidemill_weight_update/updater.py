@@ -1,6 +1,5 @@
 """The public entry point: sends named tensors from a trainer to engines."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -292,7 +291,7 @@ class WeightUpdater:
         """Return the statistics; raise on all ranks if no engine could be updated."""
         num_buckets, num_tensors, num_bytes = counts
         mine = fleet.outcome() | {"excluded": self._engines.excluded(fleet)}
-        outcome: dict[str, Any] = json.loads(self._ranks.gather_texts(json.dumps(mine))[0])
+        outcome: dict[str, Any] = self._ranks.exchange(None, [mine])[0][0]
         if outcome.pop("all_failed"):
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in outcome["quarantined"].items()))
         return UpdateStats(

@@ -86,7 +86,7 @@ class Ranks:
         """Return the values of all ranks on all ranks, or raise on every rank.
 
         Args:
-            values: numbers and strings.
+            values: what JSON can contain.
             method: the user's call that this exchange begins.
 
         Raises:
@@ -245,7 +245,7 @@ def check_plain(ranks: Ranks, names: Collection[str], digests: Sequence[int]) ->
     """
     if all(other in (0, digests[0]) for other in digests):
         return
-    first, *others = [set(json.loads(text)) for text in ranks.gather_texts(json.dumps(sorted(names)))]
+    first, *others = [set(of_rank) for (of_rank,) in ranks.exchange(None, [sorted(names)])]
     for rank, of_rank in enumerate(others, start=1):
         if unsent := sorted(of_rank - first):
             raise ValueError(
