@@ -38,7 +38,7 @@ class EngineClient(Protocol):
         """
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Load all tensors of `bucket` on all ranks of the engine, and set `bucket.weight_version` if it is not None.
+        """Load all tensors of `bucket` on all ranks of the engine.
 
         After the return no rank reads host memory of the bucket. GPU memory may still be read by copies that are queued
         on the device: each call waits, on every rank, for the copies of the previous call.

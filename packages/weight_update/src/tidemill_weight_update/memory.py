@@ -65,13 +65,11 @@ class BucketHandle:
 
     Attributes:
         index: position in the update, from 0.
-        weight_version: version the engine reports after loading the bucket; set on the last bucket of an update only.
     """
 
     index: int
     entries: tuple[TensorEntry, ...]
     memory: HostMemory | CudaMemory
-    weight_version: str | None
 
 
 class HostArena:

@@ -246,7 +246,7 @@ class WeightUpdater:
         with self._paused(fleet):
             counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):
-                fleet.make_visible(version, everywhere=True)
+                fleet.make_visible(version, unchanged=True)
         return self._report(fleet, version, counts, stages)
 
     def close(self) -> None:

@@ -78,8 +78,6 @@ class AdapterEngine(EngineState):
     def load_bucket(self, bucket: BucketHandle) -> None:
         if self.refuses is not None:
             raise RuntimeError(self.refuses)
-        if bucket.weight_version is not None:
-            self.version = bucket.weight_version
 
     def flush_cache(self) -> None:
         self.calls.append("flush")

@@ -27,7 +27,7 @@ class StockToyEngine:
         return 1
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        self.calls.append(f"load {bucket.index} {bucket.weight_version}")
+        self.calls.append(f"load {bucket.index}")
         if bucket.index == self.fail_at:
             raise ConnectionError("gone")
         bucket = pickle.loads(pickle.dumps(bucket))
@@ -35,8 +35,6 @@ class StockToyEngine:
         for meta in payload["metadata"]:
             flat = payload["flattened_tensor"][meta.start_idx : meta.end_idx]
             self.weights[meta.name] = flat.view(meta.dtype).reshape(meta.shape).clone()
-        if bucket.weight_version is not None:
-            self.version = bucket.weight_version
 
     def flush_cache(self) -> None:
         self.calls.append("flush")
@@ -48,6 +46,10 @@ class StockToyEngine:
 
     def resume(self) -> None:
         self.calls.append("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+        self.version = version
 
     def get_weight_version(self) -> str:
         return self.version

@@ -58,12 +58,12 @@ def test_cast_equals_tensor_to():
     assert_same(engine.weights, expected)
 
 
-def test_version_is_sent_with_the_last_bucket_and_cache_is_flushed_once():
+def test_version_is_set_and_cache_flushed_once_after_the_last_bucket():
     engines = [StockToyEngine(), StockToyEngine()]
     items = [(f"t{i}", torch.full((16,), float(i))) for i in range(3)]
     WeightUpdater(engines, bucket_bytes=64).update(items, "v7")
     for engine in engines:
-        assert engine.calls == ["load 0 None", "load 1 None", "load 2 v7", "flush"]
+        assert engine.calls == ["load 0", "load 1", "load 2", "flush", "version v7"]
         assert_same(engine.weights, dict(items))
 
 
@@ -76,7 +76,7 @@ def test_failed_engine_is_quarantined_and_others_are_updated():
     assert list(stats.quarantined) == ["engine 1 of 2 (StockToyEngine)"]
     assert re.fullmatch(message, stats.quarantined["engine 1 of 2 (StockToyEngine)"])
     assert [engine.version for engine in engines] == ["1", "default"]
-    assert engines[1].calls == ["load 0 None", "load 1 None", "pause abort"]
+    assert engines[1].calls == ["load 0", "load 1", "pause abort"]
     engines[1].calls.clear()
     stats = updater.update(items, 2)
     assert stats.quarantined == {}
@@ -154,7 +154,7 @@ def test_function_that_raises_leaves_mixed_engine_paused(error):
     raises = True
     with pytest.raises(type(error)):
         transfer.send(1)
-    assert engine.calls == ["load 0 None", "pause abort"]
+    assert engine.calls == ["load 0", "pause abort"]
     updater.readmit([engine], [("t0", torch.ones(8))], 2)
     assert (engine.version, engine.calls[-1]) == ("2", "resume")
 
@@ -188,9 +188,8 @@ class Uncopyable(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0 None", "load 1 None", "pause abort"])])
+@pytest.mark.parametrize(("fails_at", "calls"), [(0, []), (2, ["load 0", "load 1", "pause abort"])])
 def test_bucket_that_fails_to_fill_is_not_loaded(fails_at, calls):
-    """The version would be sent with the last bucket."""
     engine = StockToyEngine()
     items = [(f"t{i}", torch.full((8,), float(i))) for i in range(fails_at)]
     items.append((f"t{fails_at}", torch.zeros(8).as_subclass(Uncopyable)))

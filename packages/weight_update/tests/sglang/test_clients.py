@@ -71,6 +71,8 @@ class FakeHandler(BaseHTTPRequestHandler):
             elif self.path == "/update_weights_from_tensor":
                 self._load(body)
                 content = json.dumps({"success": True})
+            elif self.path == "/update_weight_version":
+                self.server.version = body["new_version"]
         self.send_response(status)
         self.end_headers()
         self.wfile.write(content.encode())
@@ -80,8 +82,6 @@ class FakeHandler(BaseHTTPRequestHandler):
         for meta in payload["metadata"]:
             flat = payload["flattened_tensor"][meta.start_idx : meta.end_idx]
             self.server.weights[meta.name] = flat.view(meta.dtype).reshape(meta.shape).clone()
-        if body["weight_version"] is not None:
-            self.server.version = body["weight_version"]
 
 
 @pytest.fixture
@@ -104,9 +104,10 @@ def test_http_engine_sends_one_payload_per_rank_and_flushes_once(server):
     assert engine.tp_size == 2
     paths = [f"{method} {path}" for method, path, _ in server.requests]
     load = "POST /update_weights_from_tensor"
-    assert paths == ["GET /server_info", load, load, "POST /flush_cache?timeout=270", "GET /model_info"]
+    version = ["POST /update_weight_version", "GET /model_info"]
+    assert paths == ["GET /server_info", load, load, "POST /flush_cache?timeout=270", *version]
     first, last = (body for _, path, body in server.requests if path == "/update_weights_from_tensor")
-    assert (first["weight_version"], last["weight_version"]) == (None, "5")
+    assert server.version == "5"
     for body in (first, last):
         assert (body["load_format"], body["flush_cache"]) == ("flattened_bucket", False)
         assert len(body["serialized_named_tensors"]) == 2  # one payload per tensor-parallel rank
@@ -232,7 +233,7 @@ def handle(arena: HostArena) -> BucketHandle:
     (bucket,) = plan_buckets(ITEMS, 1 << 20)
     for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
         entry.view(arena.data).copy_(tensor)
-    return BucketHandle(index=0, entries=bucket.entries, memory=arena.publish(), weight_version=None)
+    return BucketHandle(index=0, entries=bucket.entries, memory=arena.publish())
 
 
 def test_payload_maps_the_memory_of_the_trainer_without_a_copy():
@@ -256,6 +257,6 @@ def test_gpu_payload_synchronizes_before_it_maps_memory(monkeypatch):
     rebuild.__module__ = "torch.multiprocessing.reductions"
     rebuild.__qualname__ = "rebuild_cuda_tensor"
     memory = CudaMemory(device_uuid="u", num_bytes=4, rebuild_args=(1, "u"))
-    bucket = BucketHandle(index=0, entries=handle(HostArena(1000)).entries, memory=memory, weight_version=None)
+    bucket = BucketHandle(index=0, entries=handle(HostArena(1000)).entries, memory=memory)
     pickle.loads(stock_payload(bucket))
     assert called == ["fence", (1, "u")]

@@ -71,10 +71,12 @@ class PlainReceiver:
 
         if self.ask(base64.b64encode(stock_payload(bucket)).decode()) != "ok\n":
             raise RuntimeError("the receiver failed")
-        self.version = bucket.weight_version if bucket.weight_version is not None else self.version
 
     def flush_cache(self) -> None:
         pass
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
 
     def get_weight_version(self) -> str:
         return self.version

@@ -261,23 +261,17 @@ class Fleet:
         """Return the names and errors of the engines that failed."""
         return [f"{member.name}: {member.error}" for member in self.members if member.error is not None]
 
-    def make_visible(self, version: str, *, everywhere: bool = False) -> None:
-        """Set the version on all engines that loaded everything.
-
-        Args:
-            everywhere: also set it on engines of the stock path. In an update these receive it with their last bucket;
-                an adapter leaves their weights unchanged, so they need this call.
-        """
+    def make_visible(self, version: str, *, unchanged: bool = False) -> None:
+        """Set the version on all engines that loaded everything; `unchanged`: whether that was only an adapter."""
 
         def set_and_check(member: Member) -> None:
-            if member.rows or everywhere:
-                member.client.set_weight_version(version)
+            member.client.set_weight_version(version)
             reported = member.client.get_weight_version()
             if reported != version:
                 raise RuntimeError(f"it reports version {reported!r}, expected {version!r}")
 
         for member in self.members:
-            member.attempt(partial(set_and_check, member), unchanged=everywhere)
+            member.attempt(partial(set_and_check, member), unchanged=unchanged)
 
     def resume(self) -> None:
         """Resume paused engines, and pause those that may hold a mix of versions."""

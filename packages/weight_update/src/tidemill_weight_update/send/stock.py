@@ -39,10 +39,9 @@ class Bucket:
         """Describe the bucket by its first and last tensor and their number."""
         return f"{self.index}: {_range(self.entries)}"
 
-    def handle(self, arena: HostArena | CudaArena, version: str | None) -> BucketHandle:
-        """Return what engines receive once `arena` is filled; the last bucket carries the version."""
-        last = version if self.is_last else None
-        return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish(), weight_version=last)
+    def handle(self, arena: HostArena | CudaArena) -> BucketHandle:
+        """Return what engines receive once `arena` is filled."""
+        return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish())
 
     @property
     def num_bytes(self) -> int:
@@ -202,15 +201,15 @@ class StockPath:
             if arena is not None:
                 with failure, stages("load"):
                     if failure.error is None:
-                        _load(bucket.handle(arena, version), fleet)
+                        _load(bucket.handle(arena), fleet)
             num_buckets += 1
             num_tensors += len(bucket.entries)
             num_bytes += bucket.payload_bytes
             is_last = bucket.is_last
         if fleet.flushes and failure.error is None:
             what = (
-                f"has version {version!r}, but its outputs may use cache entries of the old weights (flush the cache "
-                f"before using it): it did not flush its prefix cache: "
+                "its outputs may use cache entries of the old weights (flush the cache before using it): it did not "
+                "flush its prefix cache: "
             )
             with stages("finish"):
                 for member in fleet.stock:
@@ -249,7 +248,7 @@ class StockPath:
             self._ranks.exchange(failure.error, [])
             if arena is not None:
                 with stages("load"):
-                    _load_adapter(bucket.handle(arena, None), name, config, replaces, members)
+                    _load_adapter(bucket.handle(arena), name, config, replaces, members)
         finally:
             if arena is not None:
                 arena.close()

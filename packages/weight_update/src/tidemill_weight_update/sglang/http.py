@@ -106,7 +106,7 @@ class HttpEngine:
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Load one bucket through POST /update_weights_from_tensor."""
-        self._update(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)
+        self._update(stock_payload(bucket), LOAD_FORMAT)
 
     def flush_cache(self) -> None:
         """Empty the prefix cache as soon as no request runs. New requests are held back only by `hold`.
@@ -173,12 +173,11 @@ class HttpEngine:
         """Wait until no request uses the adapter, and remove it; RuntimeError if there is none, or after a timeout."""
         self._request("POST", "/unload_lora_adapter", {"lora_name": name})
 
-    def _update(self, payload: bytes, load_format: str, weight_version: str | None = None) -> None:
+    def _update(self, payload: bytes, load_format: str) -> None:
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode()] * self.tp_size,
             "load_format": load_format,
             "flush_cache": False,
-            "weight_version": weight_version,
             "disable_draft_model": True,
         }
         try:

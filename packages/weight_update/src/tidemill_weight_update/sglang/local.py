@@ -69,7 +69,7 @@ class LocalEngine:
 
     def load_bucket(self, bucket: BucketHandle) -> None:
         """Load one bucket through the engine's own `update_weights_from_tensor`."""
-        self._wait(self._update(self._load_request(stock_payload(bucket), LOAD_FORMAT, bucket.weight_version)))
+        self._wait(self._update(self._load_request(stock_payload(bucket), LOAD_FORMAT)))
 
     def flush_cache(self) -> None:
         """Empty the prefix cache when no request runs; new requests wait until then.
@@ -142,16 +142,13 @@ class LocalEngine:
             if not flushed.success:
                 await self._flush_within(max_wait_s)
 
-    def _load_request(
-        self, payload: bytes, load_format: str, weight_version: str | None = None
-    ) -> "UpdateWeightsFromTensorReqInput":
+    def _load_request(self, payload: bytes, load_format: str) -> "UpdateWeightsFromTensorReqInput":
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         return UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self.tp_size,
             load_format=load_format,
             flush_cache=False,
-            weight_version=weight_version,
             disable_draft_model=True,
         )
 
