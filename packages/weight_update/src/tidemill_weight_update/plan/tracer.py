@@ -117,14 +117,9 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_view(func):
             return func(*args, **kwargs)
-        names: dict[str, None] = {}
-        is_traced = False
-        for leaf in _leaves((*args, *kwargs.values())):
-            values = self._of(leaf)
-            if values is not None:
-                is_traced = True
-                names |= dict.fromkeys(values.names)
-        if not is_traced:
+        values = filter(None, map(self._of, _leaves((*args, *kwargs.values()))))
+        names = dict.fromkeys(name for each in values for name in each.names)
+        if not names:
             return self._without_sources(func, args, kwargs)
         if len(names) > 1:
             self.groups.add(frozenset(names))
