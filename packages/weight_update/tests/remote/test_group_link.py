@@ -252,7 +252,7 @@ def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], 
             random.Random(version // 2).shuffle(items)  # each order twice
         stats = updater.update(items, version)
         correct.append(stats.verified and (client is None or holds(client, full)))
-        messages = updater._fast._link._connections._messages
+        messages = updater._fast._link._messages
         kept.append(sum(len(of_bucket) for _, of_bucket in messages.values()))
     updater.close()
     return correct, kept

@@ -16,25 +16,35 @@ from tidemill_weight_update.remote.group_link import LinkAddress, StoreBoard, cr
 from tidemill_weight_update.remote.wire import TRAINER, Message, Wire, WireError
 
 
-class Connections:
+class TrainerLink:
     """An open link on one trainer rank: its boards, wires to engine ranks and messages, kept between updates.
 
     The engine ranks of a link and their rows never change: with other engines, and after a failed update, the trainer
     opens a new link. Only a process that takes the place of an engine rank is noticed here, by the number of its wire.
 
+    Args:
+        rank: rank of this process among the trainer ranks.
+        path: path of the mailbox of rank 0; empty on rank 0, which opens the store.
+
     Attributes:
         timeout_s: longest time to connect a wire, and for one transfer.
     """
 
-    def __init__(self, address: LinkAddress, rank: int, num_receivers: int, timeout_s: float) -> None:
-        self.address = address
+    def __init__(self, link: GroupLink, rank: int, num_receivers: int, timeout_s: float, path: str) -> None:
+        self._server: TCPStore | None = None
+        if not path:
+            self._server = create_store(link, timeout_s)
+            session = f"{secrets.randbits(62):x}"
+            path = LinkAddress(host=link.host, port=self._server.port, session=session).mailbox_path(0)
+        self.path = path
+        self.address, _ = LinkAddress.from_path(path)
         self.timeout_s = timeout_s / 2  # before rank 0 excludes engine ranks that wait meanwhile
         self._rank = rank
-        self._store = open_store(address, timeout_s)
-        board = StoreBoard(self._store, address.mailbox_path(rank), rank)
+        self._store = open_store(self.address, timeout_s)
+        board = StoreBoard(self._store, self.address.mailbox_path(rank), rank)
         board.make_room(num_receivers)
         self.mailbox = Mailbox(board)
-        self.control = self.mailbox if rank == 0 else Mailbox(StoreBoard(self._store, address.mailbox_path(0), 0))
+        self.control = self.mailbox if rank == 0 else Mailbox(StoreBoard(self._store, path, 0))
         self._wires: dict[int, tuple[int, Wire]] = {}
         self._messages: dict[int, tuple[BucketDescriptor, dict[Text, Message]]] = {}
 
@@ -67,9 +77,14 @@ class Connections:
         for row in list(self._wires):
             self.drop(row)
 
+    def readers(self, sequence: int, num_receivers: int) -> "RemoteReaders":
+        """Return the engine ranks of an update."""
+        return RemoteReaders(sequence, num_receivers, 2 * self.timeout_s, self)
+
     def close(self) -> None:
         self.close_wires()
         self._store.close()
+        self._server = None
 
 
 class RemoteReaders(Readers):
@@ -79,9 +94,9 @@ class RemoteReaders(Readers):
     processes wait for each other in a cycle, in whatever order engine ranks visit trainer ranks.
     """
 
-    def __init__(self, sequence: int, num_receivers: int, timeout_s: float, connections: Connections) -> None:
-        super().__init__(sequence, connections.mailbox, connections.control, num_receivers, timeout_s)
-        self._connections = connections
+    def __init__(self, sequence: int, num_receivers: int, timeout_s: float, link: TrainerLink) -> None:
+        super().__init__(sequence, link.mailbox, link.control, num_receivers, timeout_s)
+        self._link = link
 
     def deliver(self, bucket: int, descriptor: BucketDescriptor, arena: Tensor) -> None:
         pending = set(self._rows)
@@ -101,7 +116,7 @@ class RemoteReaders(Readers):
         """Send to several engine ranks at once. Drop a rank whose wire breaks; its engine notices that too."""
         messages = {}
         for row, reader in waiting.items():
-            message = self._connections.message(reader, bucket, descriptor, arena.device)
+            message = self._link.message(reader, bucket, descriptor, arena.device)
             if message.num_bytes:
                 messages[row] = message
         packed = {message: message.pack(arena) for message in set(messages.values())}
@@ -110,12 +125,12 @@ class RemoteReaders(Readers):
         sending = {}
         for row, message in messages.items():
             try:
-                wire = self._connections.wire(row, waiting[row], arena.device)
+                wire = self._link.wire(row, waiting[row], arena.device)
                 wire.send(packed[message])
                 sending[row] = wire
             except WireError:
                 self._drop(row)
-        deadline = time.monotonic() + self._connections.timeout_s
+        deadline = time.monotonic() + self._link.timeout_s
         for row, wire in sending.items():
             try:
                 wire.wait(max(deadline - time.monotonic(), 0.1), lambda row=row: self._check(row))
@@ -128,59 +143,5 @@ class RemoteReaders(Readers):
             raise WireError("was closed because its engine failed")
 
     def _drop(self, row: int) -> None:
-        self._connections.drop(row)
+        self._link.drop(row)
         self._rows.discard(row)
-
-
-class TrainerLink:
-    """The trainer rank's side of a link; it lives as long as the `WeightUpdater`.
-
-    Nothing is opened before the first update. `close` discards all state shared with engines; the link may be opened
-    again.
-
-    Args:
-        rank: rank of this process among the trainer ranks; rank 0 hosts the store.
-    """
-
-    def __init__(self, link: GroupLink, rank: int, timeout_s: float) -> None:
-        self._link = link
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._server: TCPStore | None = None
-        self._path = ""
-        self._connections: Connections | None = None
-
-    @property
-    def connections(self) -> Connections:
-        assert self._connections is not None, "call connect() first"
-        return self._connections
-
-    def open(self) -> str:
-        """Open the store unless it is open; return the path of the mailbox of rank 0. On rank 0 only."""
-        if self._server is None:
-            self._server = create_store(self._link, self._timeout_s)
-            session = f"{secrets.randbits(62):x}"
-            self._path = LinkAddress(host=self._link.host, port=self._server.port, session=session).mailbox_path(0)
-        return self._path
-
-    def is_at(self, path: str) -> bool:
-        """Return whether this side is connected to the store with that mailbox of rank 0."""
-        return self._path == path
-
-    def connect(self, path: str, num_receivers: int) -> Mailbox:
-        """Return this rank's mailbox in the store of rank 0, with space for `num_receivers` engine ranks."""
-        if self._connections is None:
-            self._path = path
-            address, _ = LinkAddress.from_path(path)
-            self._connections = Connections(address, self._rank, num_receivers, self._timeout_s)
-        return self._connections.mailbox
-
-    def readers(self, sequence: int, num_receivers: int) -> RemoteReaders:
-        """Return the engine ranks of an update."""
-        return RemoteReaders(sequence, num_receivers, self._timeout_s, self.connections)
-
-    def close(self) -> None:
-        if self._connections is not None:
-            self._connections.close()
-        self._connections = self._server = None
-        self._path = ""

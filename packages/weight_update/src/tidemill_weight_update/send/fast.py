@@ -78,11 +78,8 @@ class FastPath:
         self._device = device
         self._allow_non_finite = allow_non_finite
         self._timeout_s = timeout_s
+        self._group_link = link
         self._link: TrainerLink | None = None
-        if link is not None:
-            from tidemill_weight_update.remote import trainer_link
-
-            self._link = trainer_link.TrainerLink(link, ranks.rank, timeout_s)
         self._sequence = 0
         self._sender: Sender | None = None
         self._control: Mailbox | None = None
@@ -111,7 +108,7 @@ class FastPath:
             ValueError: more engine ranks than a board in shared memory has rows.
             RuntimeError: the memory of a declared tensor has moved.
         """
-        if self._link is None and fleet.num_receivers > MAX_RECEIVERS:
+        if self._group_link is None and fleet.num_receivers > MAX_RECEIVERS:
             raise ValueError(
                 f"one WeightUpdater supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; create "
                 f"one for each part of the engines"
@@ -122,14 +119,15 @@ class FastPath:
         self._reads_first, self._all_in_place = self._all_in_place is transfer.declaration, None
         if not self._reads_first:
             transfer.check_memory()
-        if self._link is not None:
+        if self._group_link is not None:
             if self._ranks.rank > 0:
                 return ""
             engines = [(id(member.client), member.rows) for member in fleet.members if member.rows]
-            if engines != self._engines:  # a link connects a fixed set of engines
-                self.close()
+            if self._link is None or engines != self._engines:  # a link connects a fixed set of engines
+                self._open_link(self._group_link, fleet.num_receivers, "")
             self._engines = engines
-            return self._link.open()
+            assert self._link is not None
+            return self._link.path
         if self._sender is None:
             self._sender = Sender(Mailbox(SharedBoard.create()), self._allow_non_finite)
         self.mailbox.begin(sequence)
@@ -202,25 +200,29 @@ class FastPath:
 
     def _connect(self, begun: Sequence[str], num_receivers: int) -> tuple[str, ...]:
         """Return the paths of all ranks' mailboxes in rank order; this rank's mailbox is open for the update."""
-        if self._link is None:
+        if self._group_link is None:
             return tuple(begun)
         failure = Failure()
         with failure:
-            if not self._link.is_at(begun[0]):
-                self.close()
-            mailbox = self._link.connect(begun[0], num_receivers)
-            if self._sender is None:
-                self._sender = Sender(mailbox, self._allow_non_finite)
-            mailbox.begin(self._sequence)
+            if self._link is None or self._link.path != begun[0]:
+                self._open_link(self._group_link, num_receivers, begun[0])
+            self.mailbox.begin(self._sequence)
         self._ranks.exchange(failure.error, [], 3 * self._timeout_s)  # engines may open the boards of all ranks now
-        address = self._link.connections.address
-        return tuple(address.mailbox_path(rank) for rank in range(len(begun)))
+        assert self._link is not None
+        return tuple(self._link.address.mailbox_path(rank) for rank in range(len(begun)))
+
+    def _open_link(self, link: GroupLink, num_receivers: int, path: str) -> None:
+        from tidemill_weight_update.remote.trainer_link import TrainerLink
+
+        self.close()
+        self._link = TrainerLink(link, self._ranks.rank, num_receivers, self._timeout_s, path)
+        self._sender = Sender(self._link.mailbox, self._allow_non_finite)
 
     def _cancel(self, fleet: Fleet) -> None:
         """Announce that this rank sends no more buckets; if no engine was called, also that none reads."""
         self.mailbox.fail(self._sequence)
         if self._link is not None:
-            self._link.connections.close_wires()
+            self._link.close_wires()
         if not fleet.calls:
             fleet.exclude_all()
 
@@ -312,6 +314,7 @@ class FastPath:
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+            self._link = None
         if self._sender is None:
             return
         if self._control is not None and self._control is not self._sender.mailbox:
