@@ -51,6 +51,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.view(torch.uint8).equal(b.view(torch.uint8))
 
 
+def test_named_tensors_are_what_update_takes():
+    values = matrix((130, 5))
+    (name, result), (scale_name, _) = BlockFp8(lambda: iter([(NAME, values)])).quantize()
+    assert (name, scale_name) == (NAME, SCALE)
+    assert same_bits(result, quantized(values)[0])
+    with pytest.raises(TypeError, match=r"for a dict pass \.items\(\)"):
+        BlockFp8({NAME: values})
+    with pytest.raises(ValueError, match="passed twice"):
+        BlockFp8([(NAME, values)] * 2)
+
+
 def test_block_whose_scale_is_rounded_to_zero_has_scale_one():
     result, scales = quantized(torch.full((2, 2), 1e-44))
     assert (scales.item(), result.float().sum().item()) == (1.0, 0.0)

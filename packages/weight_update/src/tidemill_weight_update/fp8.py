@@ -9,7 +9,7 @@ rounded to 0, has scale 1.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tidemill_weight_update.tensors import Box, Item, LocalShard, ShardLike, is_dtensor, local_values, place_of
+from tidemill_weight_update.tensors import (
+    Box,
+    LocalShard,
+    NamedTensors,
+    ShardLike,
+    checked_item,
+    is_dtensor,
+    items_of,
+    local_values,
+    place_of,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -72,7 +83,7 @@ class BlockFp8:
     Collective on the ranks of DTensors whose shards end inside blocks: they exchange the maxima of blocks.
 
     Args:
-        named_tensors: what `update` accepts, in bfloat16, float16 or float32; not temporary. All ranks of a DTensor
+        named_tensors: what `update` accepts, in bfloat16, float16 or float32; read once, here. All ranks of a DTensor
             pass it in the same order.
         is_quantized: whether a name is quantized; other tensors are passed on unchanged.
 
@@ -81,11 +92,12 @@ class BlockFp8:
             LocalShard that starts or ends inside a block.
     """
 
-    def __init__(self, named_tensors: Iterable[Item], is_quantized: Callable[[str], bool] = is_projection) -> None:
+    def __init__(self, named_tensors: NamedTensors, is_quantized: Callable[[str], bool] = is_projection) -> None:
         self._items: list[tuple[str, Any]] = []
         self._whole = _Matrices()
         cut: dict[tuple, list[tuple[str, DTensor]]] = {}
-        for name, tensor in named_tensors:
+        seen: set[str] = set()
+        for name, tensor in (checked_item(item, seen) for item in items_of(source_of(named_tensors))):
             if not is_quantized(name):
                 self._items.append((name, tensor))
                 continue
