@@ -23,7 +23,7 @@ from tidemill_weight_update.tensors import (
     LocalShard,
     NamedTensors,
     ShardLike,
-    checked_item,
+    checked_items,
     is_dtensor,
     items_of,
     local_values,
@@ -96,8 +96,7 @@ class BlockFp8:
         self._items: list[tuple[str, Any]] = []
         self._whole = _Matrices()
         cut: dict[tuple, list[tuple[str, DTensor]]] = {}
-        seen: set[str] = set()
-        for name, tensor in (checked_item(item, seen) for item in items_of(source_of(named_tensors))):
+        for name, tensor in checked_items(items_of(source_of(named_tensors))):
             if not is_quantized(name):
                 self._items.append((name, tensor))
                 continue

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.tensors import check_dense, checked_item, is_dtensor
+from tidemill_weight_update.tensors import check_dense, checked_items, is_dtensor
 
 _UNSUPPORTED = {
     "use_dora": False,
@@ -130,10 +130,8 @@ Pair = tuple[Tensor, Tensor]
 
 def pairs_of(named_tensors: Iterable[tuple[str, Tensor]], config: LoraConfig) -> dict[str, Pair]:
     """Return by layer A [r, inputs] and B [outputs, r], unchanged, in the order of the layers."""
-    seen: set[str] = set()
     found: dict[str, dict[str, Tensor]] = {}
-    for item in named_tensors:
-        name, tensor = checked_item(item, seen)
+    for name, tensor in checked_items(named_tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name!r} is a LocalShard; pass adapters as plain tensors or DTensors")
         check_dense(name, tensor)

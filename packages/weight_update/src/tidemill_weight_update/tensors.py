@@ -3,7 +3,7 @@
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
@@ -345,14 +345,16 @@ def items_of(source: Source) -> Iterable[Item]:
     return items
 
 
-def checked_item(item: object, seen: set[str]) -> Item:
-    """Return the item after checking its types and its name; add the name to `seen`."""
-    if not isinstance(item, tuple) or len(item) != 2:
-        raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
-    name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, Tensor | ShardLike):
-        raise TypeError(f"expected (str, Tensor or LocalShard), got ({name!r:.80}, {type(tensor).__name__})")
-    if name in seen and isinstance(tensor, Tensor):  # engines check that shards do not overlap
-        raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
-    seen.add(name)
-    return name, tensor
+def checked_items(items: Iterable[object]) -> Iterator[Item]:
+    """Yield the items after checking their types, and that no tensor is passed twice."""
+    seen: set[str] = set()
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise TypeError(f"expected (name, tensor) pairs, got {item!r:.80}; for a dict pass .items()")
+        name, tensor = item
+        if not isinstance(name, str) or not isinstance(tensor, Tensor | ShardLike):
+            raise TypeError(f"expected (str, Tensor or LocalShard), got ({name!r:.80}, {type(tensor).__name__})")
+        if name in seen and isinstance(tensor, Tensor):  # engines check that shards do not overlap
+            raise ValueError(f"tensor {name!r} was passed twice in one update; pass each name once")
+        seen.add(name)
+        yield name, tensor

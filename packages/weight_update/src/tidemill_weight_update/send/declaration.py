@@ -18,7 +18,7 @@ from tidemill_weight_update.tensors import (
     Piece,
     ShardLike,
     Source,
-    checked_item,
+    checked_items,
     is_dtensor,
     items_of,
     local_values,
@@ -47,9 +47,8 @@ class Declaration:
         self._tensors: list[weakref.ref[Tensor] | None] = []
         self._forms: list[tuple[object, ...]] = []
         self._addresses: list[int] = []
-        seen: set[str] = set()
         kinds = set()
-        for name, tensor in (checked_item(item, seen) for item in items_of(source)):
+        for name, tensor in checked_items(items_of(source)):
             if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel():
                 self.plain.add(name)
             piece = piece_to_send(name, tensor, dtype, group_rank)
@@ -61,7 +60,7 @@ class Declaration:
             self._forms.append(_form(tensor))
             self._addresses.append(address)
             kinds.add(_kind(tensor))
-        if not seen:
+        if not self._names:
             raise ValueError("expected named tensors, got an empty iterable")
         self.plain_digest = names_digest(self.plain)
         self._kind = kinds.pop() if len(kinds) == 1 else "mixed"
@@ -96,10 +95,8 @@ class Declaration:
 
     def parts(self, items: Iterable[Item], skipped: Container[int], max_bytes: int) -> Iterator[Piece]:
         """Yield parts of at most `max_bytes`; raise ValueError unless the tensors are the declared ones."""
-        seen: set[str] = set()
         count = 0
-        for item in items:
-            name, tensor = checked_item(item, seen)
+        for name, tensor in checked_items(items):
             declared = self._names[count] if count < len(self._names) else None
             if name != declared:
                 expected = "no more tensors" if declared is None else repr(declared)

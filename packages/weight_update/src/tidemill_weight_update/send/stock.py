@@ -20,7 +20,7 @@ from tidemill_weight_update.tensors import (
     ShardLike,
     box_of_dtensor,
     check_dense,
-    checked_item,
+    checked_items,
     is_dtensor,
     sent_dtype,
 )
@@ -71,8 +71,7 @@ def plan_buckets(
     is larger. An iterator is read one module ahead, and only neighbouring tensors count as one module. Shapes of
     DTensors are global; nothing is gathered and no data is read here.
     """
-    seen: set[str] = set()
-    checked: Iterable[tuple[str, Tensor]] = (_full(*checked_item(item, seen)) for item in named_tensors)
+    checked: Iterable[tuple[str, Tensor]] = (_full(*item) for item in checked_items(named_tensors))
     if not isinstance(named_tensors, Iterator):  # modules in the order in which they first appear
         first: dict[str, int] = {}
         checked = sorted(checked, key=lambda item: first.setdefault(_module(item), len(first)))
@@ -85,10 +84,9 @@ def plan_buckets(
             index, items, used = index + 1, [], 0
         items += module
         used += num_bytes
-    if items:
-        yield _bucket(index, items, dtype, is_last=True)
-    if not seen:
+    if not items:
         raise ValueError("expected named tensors, got an empty iterable")
+    yield _bucket(index, items, dtype, is_last=True)
 
 
 def _module(item: tuple[str, Tensor]) -> str:
