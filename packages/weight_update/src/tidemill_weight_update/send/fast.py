@@ -165,7 +165,7 @@ class FastPath:
                 if self._reads_first:
                     transfer.check_memory()
 
-        failure, counts, is_sent, is_in_place = Failure(), (0, 0, 0), False, False
+        failure, is_sent, is_in_place = Failure(), False, False
         try:
             with failure:
                 with stages("prepare"):
@@ -174,7 +174,7 @@ class FastPath:
                     start()
                 readers, values = self._new_readers(paths[0], num_receivers), self._values(transfer.source)
                 hold = partial(fleet.hold, self._timeout_s)
-                counts = self._require_sender().send(self._sequence, values, readers, stages, start, hold)
+                self._require_sender().send(self._sequence, values, readers, stages, start, hold)
                 is_sent, is_in_place = True, self._prepared is not None and self._prepared.is_in_place
             if not is_sent:  # the engines would wait
                 self._cancel(fleet)
@@ -189,7 +189,7 @@ class FastPath:
                 self._cancel(fleet)
             with stages("load"):
                 fleet.join()
-        return counts
+        return self._require_sender().counts
 
     def end(self, *, failed: bool) -> None:
         """Announce that the update is over, if it was complete; `failed`: whether an engine or a rank failed."""

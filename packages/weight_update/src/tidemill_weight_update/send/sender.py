@@ -163,7 +163,6 @@ class PreparedBucket:
         copier: fills the arena, or only reads.
         sums: checksums of the sources, and which are not finite, from the last run of `copier`.
         arena: half of the arena that is filled; None if engines read the pieces in place.
-        payload_bytes: size of the pieces alone.
     """
 
     descriptor: BucketDescriptor
@@ -171,18 +170,21 @@ class PreparedBucket:
     sums: TensorSums
     arena: HostArena | DeviceArena | None
     num_pieces: int
-    payload_bytes: int
 
 
 class Sender:
-    """Declares buckets in this rank's mailbox, and fills them."""
+    """Declares buckets in this rank's mailbox, and fills them.
+
+    Attributes:
+        counts: numbers of declared buckets, of tensors with a part in them, and of bytes.
+    """
 
     def __init__(self, mailbox: Mailbox, allow_non_finite: bool) -> None:
         self.mailbox = mailbox
         self._allow_non_finite = allow_non_finite
         self._device = torch.device("cpu")
         self._declared = b""
-        self._num_tensors = 0
+        self.counts = (0, 0, 0)
         self._halves: list[HostArena | DeviceArena] = []
 
     def declare(self, buckets: Sequence[FastBucket], device: torch.device) -> list[PreparedBucket]:
@@ -203,10 +205,10 @@ class Sender:
                     sums=TensorSums(len(descriptor.sources), device, finds_non_finite=not self._allow_non_finite),
                     arena=arena,
                     num_pieces=len(bucket.pieces),
-                    payload_bytes=bucket.payload_bytes,
                 )
             )
-        self._num_tensors = len({source.name for each in prepared for source in each.descriptor.sources})
+        names = {source.name for each in prepared for source in each.descriptor.sources}
+        self.counts = len(buckets), len(names), sum(bucket.payload_bytes for bucket in buckets)
         text = declaration_to_json([bucket.descriptor for bucket in prepared])
         if text != self._declared:
             self.mailbox.declare(text)
@@ -221,7 +223,7 @@ class Sender:
         stages: Stages,
         started: Callable[[], None],
         finishing: Callable[[], None],
-    ) -> tuple[int, int, int]:
+    ) -> None:
         """Publish the declared buckets one after the other, each when its half of the arena is free; return when all
         were read.
 
@@ -229,12 +231,9 @@ class Sender:
             buckets: buckets, each with the tensors or addresses that it is filled with, or read from in place.
             started: called as soon as a GPU is busy with the first bucket, so that its work overlaps with the copy.
             finishing: called once, while engines copy the last buckets; no engine can finish before it returns.
-
-        Returns:
-            Numbers of buckets, of tensors with a part in them, and of bytes.
         """
         self.mailbox.publish(sequence, 0)
-        bucket = num_bytes = 0
+        bucket = 0
         for prepared, values in buckets:
             with stages("load"):
                 readers.wait(bucket - 1)
@@ -249,7 +248,6 @@ class Sender:
             if prepared.arena is not None:
                 with stages("load"):
                     readers.deliver(bucket - 1, prepared.descriptor, prepared.arena.data)
-            num_bytes += prepared.payload_bytes
         if bucket == 0:
             started()
         with stages("load"):
@@ -257,7 +255,6 @@ class Sender:
         self.mailbox.finish(sequence, bucket)
         with stages("load"):
             readers.wait(bucket)
-        return bucket, self._num_tensors, num_bytes
 
     def close(self) -> None:
         for half in self._halves:
