@@ -93,7 +93,6 @@ class CopyTable:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that the table copies."""
         return int((self.rows * self.cols).sum())
 
 

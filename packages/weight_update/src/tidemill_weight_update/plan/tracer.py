@@ -313,7 +313,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
     return [leaf for leaf in _leaves(values) if isinstance(leaf, Tensor)]
 

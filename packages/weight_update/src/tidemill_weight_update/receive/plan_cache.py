@@ -45,7 +45,6 @@ class Manifest:
         self.numel = np.array([max(1, Box.whole(source.shape).numel) for source in self.sources], np.int64)
 
     def positions(self, sources: Sequence[SourceSpec]) -> NDArray[np.int64]:
-        """Return the position of each source in `sources`."""
         return np.array([self.index[source.name] for source in sources], dtype=np.int64)
 
 

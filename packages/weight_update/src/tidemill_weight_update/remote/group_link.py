@@ -69,7 +69,6 @@ class LinkStore:
         self.is_broken = False
 
     def call(self, action: Callable[[Store], T]) -> T:
-        """Return `action(store)`."""
         if self._store is None:
             raise LinkError("this link is closed; create another WeightUpdater")
         try:

@@ -78,7 +78,6 @@ class TrainerLink:
             self.drop(row)
 
     def readers(self, sequence: int, num_receivers: int) -> "RemoteReaders":
-        """Return the engine ranks of an update."""
         return RemoteReaders(sequence, num_receivers, 2 * self.timeout_s, self)
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ class FastBucket:
     num_bytes: int
 
     def descriptor(self, arena: Memory | None, first_checksum: int) -> BucketDescriptor:
-        """Return the descriptor of the bucket."""
         sources: dict[SourceSpec, list[Shard]] = {}
         for piece, place in zip(self.pieces, self.places, strict=True):
             sources.setdefault(piece.spec, []).append(place)

@@ -40,7 +40,6 @@ class Bucket:
         return f"{self.index}: {_range(self.entries)}"
 
     def handle(self, arena: HostArena | CudaArena) -> BucketHandle:
-        """Return what engines receive once `arena` is filled."""
         return BucketHandle(index=self.index, entries=self.entries, memory=arena.publish())
 
     @property

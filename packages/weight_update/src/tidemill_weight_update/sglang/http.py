@@ -209,7 +209,6 @@ class HttpEngine:
             return self._answer(connection, method, path)
 
     def _answer(self, connection: http.client.HTTPConnection, method: str, path: str) -> bytes:
-        """Return the content of the response."""
         status, content = self._receive(connection, method, path)
         if status != 200:
             hint = "; check api_key" if status in (401, 403) else ""

@@ -68,7 +68,6 @@ class LocalEngine:
         self._wait(self._update_and_flush(load) if flush_cache else self._update(load))
 
     def load_bucket(self, bucket: BucketHandle) -> None:
-        """Load one bucket through the engine's own `update_weights_from_tensor`."""
         self._wait(self._update(self._load_request(stock_payload(bucket), LOAD_FORMAT)))
 
     def flush_cache(self) -> None:
