@@ -184,18 +184,10 @@ class Tracer(TorchDispatchMode):
         values, origin = self._moved(tensor)
         inner = func(tensor, **{key: kwargs[key] for key in ("dtype", "memory_format") if key in kwargs})
         rounded = _rounding(values, inner.dtype)
-        origin, runs = trace(origin, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         # The copy may have the layout of the view, with its dims in another order.
-        order = sorted(range(len(runs)), key=lambda run: -inner.stride(runs[run].view_dim))
-
-        def ordered(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[run] for run in order)
-
-        parts = tuple(
-            Part(Box(ordered(part.box.start), ordered(part.box.shape)), part.source, part.start, ordered(part.dims))
-            for part in origin.parts
-        )
-        origin = Origin(ordered(origin.shape), parts)
+        order = sorted(range(inner.dim()), key=lambda dim: -inner.stride(dim))
+        shape, strides = (tuple(of[dim] for dim in order) for of in (tensor.shape, tensor.stride()))
+        origin, _ = trace(origin, int(tensor.storage_offset()), shape, strides)
         return self._registered(_Values(inner, values.names, origin, inner.dtype, rounded))
 
     def _cat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
