@@ -65,11 +65,12 @@ class BucketHandle:
 
     Attributes:
         index: position in the update, from 0.
+        memory: where the tensors are; their bytes, for an adapter that is sent with a link.
     """
 
     index: int
     entries: tuple[TensorEntry, ...]
-    memory: HostMemory | CudaMemory
+    memory: HostMemory | CudaMemory | bytes
 
 
 class HostArena:

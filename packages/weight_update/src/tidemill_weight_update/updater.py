@@ -86,7 +86,12 @@ class WeightUpdater:
             link=link,
         )
         self._stock = StockPath(
-            self._ranks, bucket_bytes=bucket_bytes, dtype=dtype, device=place, allow_non_finite=allow_non_finite
+            self._ranks,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            device=place,
+            allow_non_finite=allow_non_finite,
+            has_link=link is not None,
         )
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s

@@ -1,12 +1,13 @@
 """LoRA adapters: config, names, merging, and updates of toy engines."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from lora_engine import CONFIG, HIDDEN, AdapterEngine, adapter, base, merged
 from tidemill_testing import run_ranks
-from tidemill_weight_update import LocalShard, LoraConfig, WeightUpdater, merge_lora
+from tidemill_weight_update import BucketHandle, GroupLink, LocalShard, LoraConfig, WeightUpdater, merge_lora
 from torch import Tensor, nn
 
 PEFT = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": {"v_proj", "q_proj"}, "bias": "none"}
@@ -187,6 +188,21 @@ def test_memory_of_a_loaded_adapter_is_not_overwritten():
     updater.update_adapter(adapter(2), "two", CONFIG, 2)
     updater.close()
     assert engine.loaded() == {"one": dict(adapter(1)), "two": dict(adapter(2))}
+
+
+def test_adapter_is_sent_as_bytes_with_a_link():
+    """An engine on another machine can open the trainer's memory as little as one that loads after the update."""
+    loads = []
+
+    class LateEngine(AdapterEngine):
+        def load_adapter(self, name: str, config: LoraConfig, bucket: BucketHandle) -> None:
+            loads.append(partial(super().load_adapter, name, config, bucket))
+
+    engine = LateEngine()
+    WeightUpdater([engine], link=GroupLink()).update_adapter(adapter(1), "policy", CONFIG, 1)
+    for load in loads:
+        load()
+    assert engine.loaded() == {"policy": dict(adapter(1))}
 
 
 def test_adapter_is_cast_and_must_be_finite():

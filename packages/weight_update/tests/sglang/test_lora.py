@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sglang_server import HEADERS, PROMPT, SAMPLING, Server, serving
 from tidemill_testing import tiny_model
 from tidemill_testing.sglang_server import API_KEY
-from tidemill_weight_update import LoraConfig, WeightUpdater, merge_lora
+from tidemill_weight_update import GroupLink, LoraConfig, WeightUpdater, merge_lora
 from tidemill_weight_update.sglang import HttpEngine
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -92,8 +92,9 @@ def test_adapter_answers_as_the_merged_model_and_can_be_replaced(server, base, u
         merged.append(answer(server))
     updater.update(base.items(), "base")
     assert len({tuple(tokens) for tokens, _ in [own, *merged]}) == 3
-    for seed in (1, 2, 1):
-        updater.update_adapter(adapter(base, seed), "policy", CONFIG, seed)
+    linked = WeightUpdater([HttpEngine(server.url, api_key=API_KEY)], link=GroupLink())
+    for through, seed in ((updater, 1), (linked, 2), (updater, 1)):
+        through.update_adapter(adapter(base, seed), "policy", CONFIG, seed)
         assert cached(server, lora_path="policy") == 0  # no entry of the previous adapter is found
         assert cached(server, lora_path="policy") > 0
         check_same(answer(server, lora_path="policy"), merged[seed - 1])

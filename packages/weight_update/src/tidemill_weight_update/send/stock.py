@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -158,6 +158,7 @@ class StockPath:
     Args:
         bucket_bytes: size of a bucket; the tensors of one module share a bucket, whatever their size.
         allow_non_finite: whether adapters may have infinite and NaN elements; weights are not checked.
+        has_link: whether engines may be on other machines: adapters are sent as bytes.
     """
 
     def __init__(
@@ -168,12 +169,14 @@ class StockPath:
         dtype: torch.dtype | None,
         device: torch.device | None,
         allow_non_finite: bool,
+        has_link: bool,
     ) -> None:
         self._ranks = ranks
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._device = device
         self._allow_non_finite = allow_non_finite
+        self._has_link = has_link
         self._arenas: dict[int, HostArena | CudaArena] = {}
         self._place = 0
 
@@ -245,7 +248,10 @@ class StockPath:
             self._ranks.exchange(failure.error, [])
             if arena is not None:
                 with stages("load"):
-                    _load_adapter(bucket.handle(arena), name, config, replaces, members)
+                    handle = bucket.handle(arena)
+                    if self._has_link:
+                        handle = replace(handle, memory=arena.data.numpy().tobytes())
+                    _load_adapter(handle, name, config, replaces, members)
         finally:
             if arena is not None:
                 arena.close()

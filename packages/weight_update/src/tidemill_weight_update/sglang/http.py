@@ -28,8 +28,8 @@ _AT_ONCE_S = 0.25
 
 
 class HttpEngine:
-    """Client of an SGLang server on this machine. The server reads the sender's memory; only the layout is sent over
-    HTTP.
+    """Client of an SGLang server on this machine, or with a link on another one. A server on this machine reads the
+    sender's memory; only the layout is sent over HTTP.
 
     SGLang unpickles what arrives on its port: bind it to the loopback interface and set an API key.
 

@@ -86,7 +86,9 @@ def stock_payload(bucket: BucketHandle) -> bytes:
     """
     memory = bucket.memory
     payload: dict[str, Any] = {}
-    if isinstance(memory, HostMemory):
+    if isinstance(memory, bytes):
+        payload["flattened_tensor"] = _Call(functools.partial(torch.frombuffer, dtype=torch.uint8), bytearray(memory))
+    elif isinstance(memory, HostMemory):
         if not os.access(memory.path, os.R_OK):
             raise RuntimeError(
                 f"cannot open the sender's memory {memory.path}: engine and sender must run on one machine, in one PID "
