@@ -8,8 +8,9 @@ import re
 import pytest
 import torch
 from stock_engine import StockToyEngine, assert_same
-from tidemill_weight_update import BucketHandle, WeightUpdater
+from tidemill_weight_update import BucketHandle, GroupLink, WeightUpdater
 from tidemill_weight_update.sglang.payload import stock_payload
+from toy_engines import ToyEngine, tensors
 
 
 def mixed() -> dict[str, torch.Tensor]:
@@ -226,6 +227,16 @@ def test_invalid_tensors_are_refused_before_the_engine_is_called():
     with pytest.raises(ValueError, match="must not be empty"):
         updater.update([("a", torch.zeros(1))], "")
     assert engine.calls == []
+
+
+def test_stock_engine_is_refused_with_a_link():
+    """It would exit if it could not map the trainer's memory."""
+    engines = [ToyEngine(), StockToyEngine()]
+    with pytest.raises(
+        ValueError, match=r"^engine 1 of 2 \(StockToyEngine\) cannot use a link .*start the server with"
+    ):
+        WeightUpdater(engines, link=GroupLink()).update(tensors().items(), 1)
+    assert [engine.calls for engine in engines] == [[], []]
 
 
 def test_bad_arguments_are_refused():

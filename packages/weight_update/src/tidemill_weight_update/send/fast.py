@@ -105,13 +105,20 @@ class FastPath:
         """Start an update; return the path of this rank's mailbox, with a link only on rank 0.
 
         Raises:
-            ValueError: more engine ranks than a board in shared memory has rows.
+            ValueError: more engine ranks than a board in shared memory has rows, or a link and an engine without the
+                tidemill loader.
             RuntimeError: the memory of a declared tensor has moved.
         """
         if self._group_link is None and fleet.num_receivers > MAX_RECEIVERS:
             raise ValueError(
                 f"one WeightUpdater supports at most {MAX_RECEIVERS} engine ranks, got {fleet.num_receivers}; create "
                 f"one for each part of the engines"
+            )
+        if self._group_link is not None and fleet.stock:
+            raise ValueError(
+                f"{', '.join(member.name for member in fleet.stock)} cannot use a link without the tidemill loader: "
+                f"start the server with --custom-weight-loader tidemill_weight_update.sglang.loader.load, or an Engine "
+                f"with **sglang_launch_args(); a WeightUpdater without link can update engines of its own machine"
             )
         self._sequence = sequence
         # The addresses of thousands of tensors are compared while a GPU reads them, if all ranks sent them in place
