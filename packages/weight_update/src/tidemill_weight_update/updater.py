@@ -95,7 +95,7 @@ class WeightUpdater:
         )
         self._in_flight: InFlight = in_flight
         self._timeout_s = timeout_s
-        self._sequence = 0  # of collective calls, so that it is equal on ranks that have called different methods
+        self._sequence = 0  # of collective calls, so that it is equal on ranks that have made different calls
         self._num_declared = 0
         self._closed = False
 
@@ -144,7 +144,7 @@ class WeightUpdater:
             self._check_open()
             transfer = self._describe(named_tensors, partial=partial, number=self._num_declared + 1)
             digest = transfer.declaration.plain_digest
-        rows = self._ranks.exchange(failure.error, [digest], method="declare()")
+        rows = self._ranks.exchange(failure.error, [digest], call=f"declare({'partial=True' if partial else ''})")
         assert transfer is not None
         check_plain(self._ranks, transfer.declaration.plain, [row[0] for row in rows])
         self._num_declared += 1
@@ -178,7 +178,7 @@ class WeightUpdater:
         stages, failure = Stages(), Failure()
         transfer, fleet = None, Fleet([], self._in_flight)
         values: list[Any] = []
-        method = "update()" if readmitted is None else "readmit()"
+        call = ""
         self._sequence += 1
         with failure:
             self._check_ready(weight_version)
@@ -188,9 +188,11 @@ class WeightUpdater:
                 fleet = self._engines.fleet(self._in_flight, readmitted)
             begun = self._fast.begin(self._sequence, transfer, fleet)
             values = [begun, fleet.num_receivers, len(fleet.stock), transfer.declaration.plain_digest]
+            method = "readmit" if readmitted is not None else "send" if transfer.number else "update"
+            call = f"{method}({version!r}{', partial=True' if transfer.partial else ''})"
             if transfer.number:
-                method = f"{'send' if readmitted is None else 'readmit'}() of declaration {transfer.number}"
-        rows = self._ranks.exchange(failure.error, values, method=method)
+                call += f" of declaration {transfer.number}"
+        rows = self._ranks.exchange(failure.error, values, call=call)
         assert transfer is not None
         _, num_receivers, num_stock, _ = rows[0]
         if transfer.number == 0:  # others were checked by `declare`
@@ -203,7 +205,7 @@ class WeightUpdater:
                 except RankLostError as error:  # engines may know which rank was lost
                     raise RankLostError("; ".join([str(error), *fleet.failures()])) from error
             if num_stock:
-                stock = self._stock.send(items_of(transfer.source), version, fleet, stages)
+                stock = self._stock.send(items_of(transfer.source), fleet, stages)
             with stages("finish"):
                 fleet.make_visible(version)
         counts = fast[0] + stock[0], max(fast[1], stock[1]), fast[2] + stock[2]
@@ -247,7 +249,7 @@ class WeightUpdater:
                 raise ValueError("name must not be empty")
             if self._ranks.rank == 0:
                 fleet = self._engines.fleet("abort" if self._in_flight == "abort" else "wait")
-        self._ranks.exchange(failure.error, [], method="update_adapter()")
+        self._ranks.exchange(failure.error, [], call=f"update_adapter({version!r})")
         with self._paused(fleet):
             counts = self._stock.send_adapter(named_tensors, name, config, replaces, fleet.members, stages)
             with stages("finish"):

@@ -229,17 +229,29 @@ def _declare_differently() -> list[str]:
     attempt(lambda: updater.declare(held.items()) if rank == 0 else second.readmit(engines, 1))
     adapter = LoraConfig(r=1, lora_alpha=1.0, target_modules=("q",))
     attempt(lambda: first.send(1) if rank == 0 else updater.update_adapter([], "policy", adapter, 1))
+    attempt(lambda: updater.update(held.items(), 1 + rank))
+    attempt(lambda: updater.update(held.items(), 1, partial=rank == 1))
+    attempt(lambda: updater.declare(held.items(), partial=rank == 1))
     assert second.send(2).verified
     updater.close()
     return messages
 
 
-def test_declaration_that_another_rank_does_not_share_is_an_error_on_all():
+CALLS = [
+    ("send('1') of declaration 1", "send('1') of declaration 2"),
+    ("send('1') of declaration 1", "update('1')"),
+    ("declare()", "readmit('1') of declaration 2"),
+    ("send('1') of declaration 1", "update_adapter('1')"),
+    ("update('1')", "update('2')"),
+    ("update('1')", "update('1', partial=True)"),
+    ("declare()", "declare(partial=True)"),
+]
+
+
+def test_call_that_another_rank_does_not_make_is_an_error_on_all():
     for messages in run_ranks(_declare_differently, 2):
-        assert len(messages) == 5
+        assert len(messages) == 8
         assert "rank 1 of 2 passes 1 plain tensors that rank 0 does not have" in messages[0]
         assert f"'{ATTN}.more'" in messages[0]
-        assert "different methods (rank 0: send() of declaration 1, rank 1: send() of declaration 2)" in messages[1]
-        assert "different methods (rank 0: send() of declaration 1, rank 1: update())" in messages[2]
-        assert "different methods (rank 0: declare(), rank 1: readmit() of declaration 2)" in messages[3]
-        assert "different methods (rank 0: send() of declaration 1, rank 1: update_adapter())" in messages[4]
+        for message, pair in zip(messages[1:], CALLS, strict=True):
+            assert "different calls (rank 0: {}, rank 1: {})".format(*pair) in message

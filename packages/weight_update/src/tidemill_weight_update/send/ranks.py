@@ -81,18 +81,18 @@ class Ranks:
         self._group = self._arrivals = None
 
     def exchange(
-        self, error: Exception | None, values: Sequence[Any], timeout_s: float | None = None, *, method: str = ""
+        self, error: Exception | None, values: Sequence[Any], timeout_s: float | None = None, *, call: str = ""
     ) -> list[list[Any]]:
         """Return the values of all ranks on all ranks, or raise on every rank.
 
         Args:
             values: what JSON can contain.
-            method: the user's call that this exchange begins.
+            call: the user's call that this exchange begins, with its arguments that must be equal on all ranks.
 
         Raises:
             Exception: `error` itself, on its rank, with a note that names the rank.
             RuntimeError: on the other ranks, with the failed ranks and their errors.
-            ValueError: the ranks have called different methods.
+            ValueError: the ranks have made different calls.
             RankLostError: a rank does not respond.
         """
         if self._group is None:
@@ -101,7 +101,7 @@ class Ranks:
             return [list(values)]
         own_failure = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            texts = self.gather_texts(json.dumps([own_failure, method, values]), timeout_s)
+            texts = self.gather_texts(json.dumps([own_failure, call, values]), timeout_s)
         except RankLostError as lost:
             if error is not None:
                 lost.add_note(f"this rank had failed before: {own_failure}")
@@ -109,15 +109,15 @@ class Ranks:
         if error is not None:
             error.add_note(f"raised on rank {self.rank} of {self.size} of this weight update")
             raise error
-        failures, methods, gathered = zip(*map(json.loads, texts), strict=True)
+        failures, calls, gathered = zip(*map(json.loads, texts), strict=True)
         if any(failures):
             failed = (f"rank {rank} of {self.size}: {failure}" for rank, failure in enumerate(failures) if failure)
             raise RuntimeError(f"weight update failed on {'; '.join(failed)}")
-        if len(set(methods)) > 1:
-            called = ", ".join(f"rank {rank}: {called}" for rank, called in enumerate(methods))
+        if len(set(calls)) > 1:
+            made = ", ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             raise ValueError(
-                f"the ranks have called different methods ({called}); all ranks must call the methods of "
-                f"WeightUpdater and Transfer together and in the same order"
+                f"the ranks have made different calls ({made}); all ranks must call the methods of WeightUpdater and "
+                f"Transfer together, in the same order and with the same arguments"
             )
         return list(gathered)
 

@@ -180,7 +180,7 @@ class StockPath:
         self._arenas: dict[int, HostArena | CudaArena] = {}
         self._place = 0
 
-    def send(self, named_tensors: Iterable[Item], version: str, fleet: Fleet, stages: Stages) -> tuple[int, int, int]:
+    def send(self, named_tensors: Iterable[Item], fleet: Fleet, stages: Stages) -> tuple[int, int, int]:
         """Send all tensors to the stock members of `fleet`, then flush their caches if it requires that. Collective.
 
         Returns:
@@ -196,7 +196,7 @@ class StockPath:
                 with failure:
                     bucket = next(buckets)
                     arena = self._arena_for(bucket) if self._ranks.rank == 0 else None
-            bucket = self._agreed(failure, bucket, "bucket", version)  # nothing is gathered before all ranks agree
+            bucket = self._agreed(failure, bucket, "bucket")  # nothing is gathered before all ranks agree
             gather(bucket, arena, failure, stages)
             if arena is not None:
                 with failure, stages("load"):
