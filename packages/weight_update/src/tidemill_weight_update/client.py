@@ -113,7 +113,9 @@ class GroupLink:
     port: int = 0
 
     def __post_init__(self) -> None:
-        if self.host in ("", "*", "0.0.0.0", "::"):
+        if not isinstance(self.host, str) or self.host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"host must be the single address that engines connect to, such as '10.0.0.1', got {self.host!r}"
             )
+        if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:  # the store would use its last 16 bits
+            raise ValueError(f"port must be an int from 0 to 65535, got {self.port!r}")

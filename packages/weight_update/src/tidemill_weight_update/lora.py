@@ -69,6 +69,8 @@ class LoraConfig:
             value = config.get(key)
             if value is not None and value != neutral and not (value == () and neutral == []):
                 raise ValueError(f"unsupported adapter setting {key}={value!r}; only {key}={neutral!r} is supported")
+        if missing := [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]:
+            raise ValueError(f"expected the adapter setting {missing[0]!r}, got none")
         modules = config["target_modules"]
         if isinstance(modules, str):
             raise ValueError(f"target_modules must be a list of names such as 'q_proj', got {modules!r}")

@@ -332,6 +332,8 @@ Source = list[Item] | Callable[[], Iterable[Item]]
 
 def source_of(named_tensors: NamedTensors) -> Source:
     """Return the tensors as a list, or the function that makes them."""
+    if isinstance(named_tensors, torch.nn.Module):
+        raise TypeError(f"expected (name, tensor) pairs, got {named_tensors!r:.80}; pass .named_parameters()")
     if not callable(named_tensors) and not isinstance(named_tensors, Iterable):
         raise TypeError(f"expected (name, tensor) pairs or a function that returns them, got {named_tensors!r:.80}")
     return named_tensors if callable(named_tensors) else list(named_tensors)

@@ -61,8 +61,8 @@ class WeightUpdater:
         link: GroupLink | None = None,
         timeout_s: float = 100.0,
     ) -> None:
-        if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be a positive int, got {bucket_bytes!r}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         if in_flight not in IN_FLIGHT:
@@ -270,7 +270,7 @@ class WeightUpdater:
     def _check_ready(self, weight_version: int | str) -> None:
         self._check_open()
         if not isinstance(weight_version, int | str):
-            raise TypeError(f"weight_version must be a number or a string, got {weight_version!r}")
+            raise TypeError(f"weight_version must be an int or a str, got {weight_version!r}")
         if weight_version == "":
             raise ValueError("weight_version must not be empty")
 

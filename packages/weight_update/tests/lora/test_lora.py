@@ -42,12 +42,19 @@ def test_scale_of_rank_stabilized_lora_is_passed_to_sglang():
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "unsupported adapter setting bias='all'"),
         ({"target_modules": "all-linear"}, "must be a list of names"),
+        ({"target_modules": None}, "expected the adapter setting 'target_modules', got none"),
         ({"r": 0}, "r must be positive"),
     ],
 )
 def test_unsupported_peft_options_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig.from_peft(PEFT | change)
+
+
+def test_peft_options_that_are_missing_are_named():
+    for key in ("r", "lora_alpha", "target_modules"):
+        with pytest.raises(ValueError, match=f"expected the adapter setting '{key}', got none"):
+            LoraConfig.from_peft({name: value for name, value in PEFT.items() if name != key})
 
 
 class LoraLinear(nn.Linear):

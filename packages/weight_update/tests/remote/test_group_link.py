@@ -277,10 +277,16 @@ def test_link_listens_on_its_host_only(closing, remote):
     assert listening() == already
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "*"])
-def test_wildcard_host_is_refused(host):
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "*", 3])
+def test_host_that_is_no_single_address_is_refused(host):
     with pytest.raises(ValueError, match="the single address"):
         GroupLink(host=host)
+
+
+@pytest.mark.parametrize("port", [-1, 70_000, "80"])
+def test_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(ValueError, match=f"port must be an int from 0 to 65535, got {port!r}"):
+        GroupLink(port=port)
 
 
 def test_host_of_another_machine_is_an_error(closing, remote):

@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from stock_engine import StockToyEngine, assert_same
@@ -221,6 +222,7 @@ def test_invalid_tensors_are_refused_before_the_engine_is_called():
         ([], ValueError, "empty iterable"),
         ([("a", torch.zeros(1)), ("a", torch.zeros(1))], ValueError, "'a' was passed twice"),
         ({"a": torch.zeros(1)}, TypeError, "for a dict pass .items()"),
+        (torch.nn.Linear(1, 1), TypeError, r"got Linear\(in_features=1, .*; pass \.named_parameters\(\)"),
     ]:
         with pytest.raises(error, match=message):
             updater.update(items, 1)
@@ -241,7 +243,8 @@ def test_stock_engine_is_refused_with_a_link():
 
 def test_bad_arguments_are_refused():
     for kwargs, message in [
-        ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a positive int, got 0"),
+        ({"bucket_bytes": 1e9}, r"bucket_bytes must be a positive int, got 1000000000\.0"),
         ({"dtype": torch.int8}, "must be a floating-point dtype such as torch.bfloat16, got torch.int8"),
         ({"dtype": "bfloat16"}, "must be a floating-point dtype such as torch.bfloat16, got 'bfloat16'"),
         ({"in_flight": "pause"}, "in_flight must be one of 'wait', 'abort', 'retract', 'in_place', got 'pause'"),
@@ -260,8 +263,8 @@ def test_bad_arguments_are_refused():
         WeightUpdater([StockToyEngine(), object()])
     with pytest.raises(TypeError, match=r"link must be a GroupLink, such as GroupLink\(host=.*got '10\.0\.0\.1'"):
         WeightUpdater([StockToyEngine()], link="10.0.0.1")
-    with pytest.raises(TypeError, match="weight_version must be a number or a string, got None"):
-        WeightUpdater([StockToyEngine()]).update([("a", torch.zeros(1))], None)
+    with pytest.raises(TypeError, match=r"weight_version must be an int or a str, got np\.int64\(3\)"):
+        WeightUpdater([StockToyEngine()]).update([("a", torch.zeros(1))], np.int64(3))
     twice = StockToyEngine()
     message = r"engine 2 of 3 \(StockToyEngine\) is listed twice; pass each engine once"
     with pytest.raises(ValueError, match=message):
