@@ -139,7 +139,12 @@ def own_copy(value: Any) -> Any:
 
     A worker may write into its arguments. Tensors in shared memory are writable, and other ranks and calls read them.
     """
-    return value.clone() if is_batch(value) and isinstance(value, _SupportsClone) else value
+    return value.clone() if has_clone(value) else value
+
+
+def has_clone(value: Any) -> bool:
+    """Return whether a value is a batch whose type has `clone`."""
+    return is_batch(value) and isinstance(value, _SupportsClone)
 
 
 def join_results(results: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """`await` of futures: results, errors, timeouts, and a cancelled await."""
 
 import asyncio
+import math
 import sys
 import time
 
@@ -24,6 +25,10 @@ class Sleeper(Worker):
     @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=0.2)
     def too_slow(self):
         time.sleep(1)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False, timeout_s=math.inf)
+    def rank_without_timeout(self):
+        return self.rank
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def rank_zero_raises(self):
@@ -88,3 +93,7 @@ def test_event_loop_runs_while_an_error_waits_for_other_ranks(group):
     assert isinstance(error, WorkerError)
     assert (error.rank, error.still_running) == (0, (1,))
     assert pause_s < 0.8  # the error waits for one second
+
+
+def test_call_without_a_timeout_is_awaited(group):
+    assert asyncio.run(result_of(group.rank_without_timeout())) == [0, 1]

@@ -1,10 +1,11 @@
 """DataProto through calls and chains: dense, ragged and object columns, read-only from the object store."""
 
 import sys
+import threading
 
 import numpy as np
 import pytest
-from tidemill_dispatch import Dispatch, Padding, Worker, register, split_over
+from tidemill_dispatch import Dispatch, Padding, Worker, WorkerError, register, split_over
 
 ray = pytest.importorskip("ray")
 torch = pytest.importorskip("torch")
@@ -46,6 +47,10 @@ class Stage(Worker):
     def in_parts(self, batch):
         assert len(batch) == 3
         return DataProto.concat([part.rename("x", "y") for part in batch.split(2)])  # removes the padding
+
+    @register(split_over("both"), blocking=False)
+    def with_locks(self, batch):
+        return DataProto.from_dict({"x": batch["x"]}, {"lock": [threading.Lock() for _ in batch]})
 
     @register(split_over("both"))
     def rows(self, batch):
@@ -118,3 +123,11 @@ def test_workers_write_into_copies_of_their_own(group):
     assert group.write(future, Event.remote())["x"].eq(0).all()
     assert future.get()["x"].eq(1).all()
     assert batch["x"].eq(1).all()
+
+
+def test_chained_result_that_cannot_be_pickled_is_the_error_of_its_own_call(group):
+    message = (
+        "'with_locks' of group 'stage', whose result is an argument .* failed to send it: cannot pickle '_thread.lock'"
+    )
+    with pytest.raises(WorkerError, match=message):
+        group.join(group.with_locks(DataProto.from_dict({"x": torch.arange(5)})))

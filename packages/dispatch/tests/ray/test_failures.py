@@ -201,6 +201,39 @@ def test_shutdown_kills_all_others_when_one_kill_fails(ray_cluster):
     group.shutdown()
 
 
+def test_group_from_before_a_new_connection_to_ray_is_shut_down(ray_cluster):
+    group = start()
+    ray.shutdown()
+    ray.init(address=ray_cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+    group.shutdown()
+    group.shutdown()
+    assert cpus_are_free()
+
+
+class InterruptedWorker(Worker):
+    def __init__(self, error=None):
+        if error is not None:
+            raise error
+
+    @register(Dispatch.ONE_TO_ALL)
+    def interrupt(self):
+        raise KeyboardInterrupt("by a library")
+
+
+def test_interrupt_on_a_worker_is_named_with_its_traceback(ray_cluster):
+    def run(*args):
+        pool, init = RayResourcePool([1]), RayClassWithInitArgs(InterruptedWorker, *args)
+        with RayWorkerGroup(pool, init, name_prefix="interrupted") as group:
+            group.interrupt()
+
+    for args, method in [((), "interrupt"), ((KeyboardInterrupt("by a library"),), "__init__")]:
+        with pytest.raises(WorkerError) as caught:
+            run(*args)
+        assert (caught.value.method, caught.value.error_type) == (method, "KeyboardInterrupt")
+        assert caught.value.error_message == "by a library"
+        assert f"in {method}" in caught.value.remote_traceback
+
+
 class UndescribedWorker(Worker):
     def tidemill_describe(self):
         """Override the actor's own method, so that no rank reports its host."""

@@ -30,6 +30,7 @@ def test_special_tensors_are_pickled_by_torch():
     assert received(leaf).requires_grad
     assert received(torch.nn.Parameter(torch.ones(2))).requires_grad
     assert received(torch.eye(2).to_sparse()).is_sparse
+    assert received(torch.eye(2).to_sparse_csr()).layout == torch.sparse_csr
     assert torch.equal(received(torch.tensor([1j]).conj()), torch.tensor([-1j]))
     ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     assert [row.shape[0] for row in received(ragged).unbind()] == [1, 2]
@@ -60,3 +61,13 @@ def received_from_ray(packed):
 def test_argument_that_cannot_be_pickled_is_named():
     with pytest.raises(TypeError, match=r"argument 'lock' of W.f cannot be pickled: .*lock.*; pass plain data"):
         pack("argument 'lock' of W.f", {"inner": __import__("threading").Lock()})
+
+
+def test_batch_inside_of_another_value_is_received_as_a_copy():
+    dataproto = pytest.importorskip("tidemill_dataproto")
+    batch = dataproto.DataProto.from_dict({"x": torch.ones(3)})
+    packed = pack("value", {"roles": [batch, batch]})
+    first, same = unpacked(packed)["roles"]
+    assert first is same
+    first["x"].zero_()
+    assert unpacked(packed)["roles"][0]["x"].eq(1).all()  # what another rank receives

@@ -112,7 +112,9 @@ class WorkerActor:
             for role, (cls, args, kwargs) in unpacked(payload).items():
                 self._specs[role] = registered_methods(cls)
                 self._workers[role] = cls(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - sent to the driver, which raises it
+        except SystemExit:
+            raise  # the process ends
+        except BaseException as error:  # noqa: BLE001 - sent to the driver, which raises it
             return Failure.from_exception(error), None
         return None, None
 
@@ -135,7 +137,9 @@ class WorkerActor:
             values = [inputs.unpack(value) for value in sent[:num_values]]
             kwargs = dict(zip(keys, values[num_args:], strict=True))
             result = inputs.unpad(self.tidemill_run(getattr(worker, method)(*values[:num_args], **kwargs)))
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - sent to the driver
+        except SystemExit:
+            raise  # the process ends
+        except BaseException as error:  # noqa: BLE001 - sent to the driver, which raises it
             return Failure.from_exception(error), None
         return len(result) if is_batch(result) else None, result
 

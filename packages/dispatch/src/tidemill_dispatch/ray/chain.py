@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from tidemill_dispatch.batch import join_results, take_rows
 from tidemill_dispatch.ray.failure import Failure
@@ -54,7 +55,7 @@ class ChainedShard:
         """Fetch the rows of this shard, and no others.
 
         Raises:
-            RuntimeError: a rank of the upstream call raised.
+            RuntimeError: a rank of the upstream call raised, or its result cannot be pickled.
             TypeError: a part is not a batch.
             ValueError: the shard has another number of rows than the other batches of the call.
         """
@@ -74,7 +75,13 @@ class ChainedShard:
                 f"all batches of a call must have the same number of rows; {source} returned {sum(lengths)} rows, "
                 f"{plan.num_real} of them in shard {self.index} of {self.n}, where other batches have {self.num_real}"
             )
-        return PaddedShard(self._rows(plan, lengths), plan.num_real, plan.num_rows)
+        try:
+            rows = self._rows(plan, lengths)
+        except RayTaskError as error:  # Ray could not pickle the result of a rank
+            raise RuntimeError(
+                f"{source}, whose result is an argument of this call, failed to send it: {error.cause}"
+            ) from None
+        return PaddedShard(rows, plan.num_real, plan.num_rows)
 
     def _rows(self, plan: ShardPlan, lengths: Sequence[int]) -> Any:
         is_piece = [rows.part in self.pieces and not _is_whole_part(rows, lengths) for rows in plan.slices]

@@ -1,6 +1,7 @@
 """The future of a call: waits for its ranks, and can be an argument of another call."""
 
 import asyncio
+import math
 import time
 from collections.abc import Generator
 from typing import Any
@@ -150,13 +151,13 @@ class CallFuture(DeferredRows):
             return
         call = self.call
         try:
-            values = ray.get(list(call.values.values()), timeout=wait_s)
+            values = ray.get(list(call.values.values()), timeout=wait_s if wait_s < math.inf else None)
         except GetTimeoutError:
             raise call.timeout_error(timeout_s) from None
         except RayError:  # a result that cannot be pickled, or that was lost with its node
             for rank, ref in call.values.items():
                 try:
-                    ray.get(ref, timeout=wait_s)
+                    ray.get(ref, timeout=wait_s if wait_s < math.inf else None)
                 except RayError as error:
                     call.failures[rank] = call.failure_of(rank, error)
             return

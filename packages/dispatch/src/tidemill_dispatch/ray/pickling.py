@@ -3,12 +3,16 @@
 import io
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
+
+from tidemill_dispatch.batch import has_clone
+from tidemill_dispatch.sharding import PaddedShard
 
 _UNCHANGED_TYPES = (type(None), bool, int, float, ray.ObjectRef)
 # Ray sends arguments up to 100 KB inside the call. Measured on two cores: a small object through the object store
@@ -37,18 +41,31 @@ class _HoldsRayReferenceError(Exception):
 
 
 class _Pickler(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImportUsage]
+    def __init__(self, file: Any, value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any]):
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self._copied_later = value.rows if isinstance(value, PaddedShard) else value  # by the call that receives it
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ray.ObjectRef | ActorHandle):
             raise _HoldsRayReferenceError
-        if (torch := sys.modules.get("torch")) is not None and type(obj) is torch.Tensor and _is_plain(obj):
+        if (
+            (torch := sys.modules.get("torch")) is not None
+            and type(obj) is torch.Tensor
+            and _is_plain(obj, torch.strided)
+        ):
             # torch pickles the whole storage of a sliced tensor and copies it three times.
             flat = obj.detach().contiguous().as_strided((obj.numel(),), (1,))
             return _tensor_of, (pickle.PickleBuffer(flat.view(torch.uint8).numpy()), obj.dtype, tuple(obj.shape))
+        if obj is not self._copied_later and has_clone(obj):  # inside of another value
+            reduced = obj.__reduce_ex__(5)
+            if isinstance(reduced, tuple) and len(reduced) == 2:  # else it has tensors and arrays of its own
+                return _clone_of, reduced
         return super().reducer_override(obj)
 
 
-def _is_plain(tensor: Any) -> bool:
-    simple = not (tensor.is_sparse or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+def _is_plain(tensor: Any, strided: Any) -> bool:
+    special = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested
+    simple = tensor.layout == strided and not special
     return tensor.device.type == "cpu" and not tensor.requires_grad and simple and tensor.numel() > 0
 
 
@@ -58,6 +75,10 @@ def _tensor_of(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
 
     copy = bytearray(buffer)
     return torch.frombuffer(copy, dtype=dtype).reshape(shape)
+
+
+def _clone_of(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return make(*args).clone()
 
 
 def pack(what: str, value: Any) -> Any:
@@ -72,7 +93,7 @@ def pack(what: str, value: Any) -> Any:
     buffers: list[pickle.PickleBuffer] = []
     try:
         try:
-            _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+            _Pickler(file, value, buffers.append).dump(value)
         except _HoldsRayReferenceError:
             return ray.put(value)
     except Exception as error:  # a user's __reduce__ may raise anything

@@ -72,6 +72,7 @@ class WorkerProcesses:
         self._constructing: dict[int, ray.ObjectRef] = {}  # receipts of the constructors that nobody has waited for
         self._ready: CallFuture | None = None
         self._closed = False
+        self._connection = _connection()
 
     def construct(self, payload: Any, env: dict[str, str]) -> None:
         """Start the construction of the workers on all ranks; `wait_ready` waits for it."""
@@ -150,7 +151,7 @@ class WorkerProcesses:
         """Kill the workers and their child processes, release the resources, and wait for the processes to exit."""
         if self._closed:
             return
-        connected = ray.is_initialized()
+        connected = ray.is_initialized() and _connection() == self._connection
         exiting = self._local_process_groups(range(len(self.infos))) if connected else []
         self._closed = True
         _kill(self.workers if connected else [], self._release_resources)
@@ -323,6 +324,12 @@ def _kill(workers: Iterable[Any], release_resources: Callable[[], None]) -> None
         stack.callback(release_resources)
         for worker in workers:
             stack.callback(ray.kill, worker, no_restart=True)
+
+
+def _connection() -> tuple[str, str]:
+    """Return the identity of this process in Ray; another one after `ray.shutdown()` and `ray.init()`."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_worker_id()  # drivers of two clusters may have one worker id
 
 
 def _exists(process_group: int) -> bool:
