@@ -10,6 +10,7 @@ import tempfile
 import psutil
 import pytest
 from tidemill_trainer.doctor.leftovers import clean, describe
+from tidemill_trainer.stalls.process import start_s
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def runs(tmp_path, monkeypatch):
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         started.extend([child, parent])
-        row = {"name": "actor_0", "pid": process.pid, "created_s": created_s or process.create_time(), "node": ""}
+        row = {"name": "actor_0", "pid": process.pid, "created_s": created_s or start_s(process.pid), "node": ""}
         (folder / "logs" / "processes.jsonl").write_text(json.dumps(row) + "\n")
         return folder, [process, child]
 

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from tidemill_trainer.stalls.process import Registration
+from tidemill_trainer.stalls.process import Registration, start_s
 
 _ENDLESS = """
 import faulthandler, signal, sys
@@ -39,7 +39,7 @@ def endless(tmp_path):
             os.kill(process.pid, signal.SIGSTOP)
             while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                 time.sleep(0.01)
-        return Registration(name=name, pid=process.pid, created_s=psutil.Process(process.pid).create_time())
+        return Registration(name=name, pid=process.pid, created_s=start_s(process.pid))
 
     yield start
     for process in started:

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import psutil
 from tidemill_trainer.stalls.process import Registration, observe, register, registered
 
 
@@ -33,6 +34,13 @@ def test_process_that_exited_or_has_the_id_of_another_one_is_left_out(endless):
     registration = endless("actor_0")
     assert len(observe([registration])) == 1
     assert observe([replace(registration, created_s=registration.created_s - 1)]) == []
+
+
+def test_process_is_found_after_the_clock_was_set(endless, monkeypatch):
+    registration = endless("actor_0", stopped=True)
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + 2)  # the kernel derives it from the clock
+    assert [state.is_stopped for state in observe([registration])] == [True]
 
 
 def test_registered_processes_are_read_back(tmp_path, endless):

@@ -27,7 +27,8 @@ class Registration:
     Attributes:
         name: name of its log, such as "actor_0", or "driver".
         pid: process id.
-        created_s: start of the process; a later process with the same id has another one.
+        created_s: start of the process in seconds since the start of the machine, which does not change when the clock
+            is set; a later process with the same id has another one.
         node: Ray's id of the node; empty without Ray.
     """
 
@@ -39,15 +40,21 @@ class Registration:
     @classmethod
     def of_this_process(cls, name: str, node: str = "") -> "Registration":
         pid = os.getpid()
-        return cls(name=name, pid=pid, created_s=psutil.Process(pid).create_time(), node=node)
+        return cls(name=name, pid=pid, created_s=start_s(pid), node=node)
 
     def process(self) -> psutil.Process | None:
         """Return the process; None if it has exited, or is on another machine."""
         try:
             process = psutil.Process(self.pid)
-            return process if process.create_time() == self.created_s else None
-        except psutil.NoSuchProcess:
+            return process if start_s(self.pid) == self.created_s else None
+        except (psutil.NoSuchProcess, OSError):
             return None
+
+
+def start_s(pid: int) -> float:
+    """Return the start of a process in seconds since the start of the machine. OSError if there is none."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name may contain anything
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
