@@ -182,6 +182,12 @@ def test_merge_rules_of_meta_info(rule: Any, expected: Any) -> None:
     assert both.meta_info["key"] == {"a": 1, "b": 4}
 
 
+@pytest.mark.parametrize("value", [np.float32("nan"), np.datetime64("NaT"), np.array(["NaT"], "M8[s]")])
+def test_nan_of_any_type_agrees_with_itself(value: Any) -> None:
+    batch = DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"key": value})
+    assert DataProto.concat(batch.chunk(2)) == batch
+
+
 @pytest.mark.parametrize("rule", ["sum", "mean", "max", "min"])
 def test_rules_for_numbers_keep_nan_in_any_order(rule: Any) -> None:
     parts = [DataProto.from_dict({"x": torch.zeros(1)}, meta_info={"key": value}) for value in (1.0, math.nan, 2.0)]

@@ -231,6 +231,21 @@ def test_union_of_equal_columns_with_nan() -> None:
         DataProto.from_dict(nan).union(DataProto.from_dict({"a": torch.tensor([1.0, 2.0])}))
 
 
+def test_columns_that_share_a_layout_with_a_common_column_share_it_after_union() -> None:
+    batch, other = make(), make().clone().select(["ids", "mask"], [], []).rename("mask", "weight")
+    assert batch["ids"].offsets() is not other["ids"].offsets()
+    both = batch.union(other)
+    assert both["ids"] is batch["ids"]
+    assert (both["ids"] + both["mask"] + both["weight"]).shape[0] == len(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_views_of_the_same_memory_are_equal(dtype: torch.dtype) -> None:
+    batch = DataProto.from_dict({"x": torch.tensor([1.0, float("nan"), 2.0]).to(dtype)})
+    assert batch[:2] == batch[:2]
+    assert batch[:1] != batch[2:]
+
+
 def test_to_moves_values_and_offsets() -> None:
     moved = make().to("meta")
     assert {name: str(c.device) for name, c in moved.batch.items()} == dict.fromkeys(["x", "ids", "mask"], "meta")

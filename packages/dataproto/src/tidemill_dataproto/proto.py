@@ -291,7 +291,7 @@ class DataProto(BatchStorage):
         meta = merge_meta([self.meta_info, other.meta_info], merge, weights)
         num_rows = len(other) if self._is_bare() else len(self)
         arrays = {**self.non_tensor_batch, **other.non_tensor_batch}
-        return self._of(num_rows, {**columns, **others}, arrays, meta, padding)
+        return self._of(num_rows, tensor_columns.union(columns, others), arrays, meta, padding)
 
     @staticmethod
     def concat(

@@ -281,6 +281,7 @@ with warnings.catch_warnings():
         (lambda: ragged.to_padded(COLUMN, 0.5), ValueError, "a value of torch.int64, .*; got 0.5"),
         (lambda: ragged.to_padded(ragged.like(FLAT.byte(), COLUMN), -100), ValueError, "torch.uint8, .*; got -100"),
         (lambda: ragged.to_padded(COLUMN, math.nan), ValueError, "torch.int64, .*; got nan"),
+        (lambda: ragged.to_padded(ragged.like(FLAT.half(), COLUMN), 1e6), ValueError, "torch.float16, .*got 1000000.0"),
         (lambda: ragged.to_padded(ragged.like(FLAT > 0, COLUMN), 7), ValueError, "torch.bool, .*; got 7"),
         (lambda: ragged.from_padded(FLAT.reshape(2, 2), torch.ones(2, 3)), ValueError, "mask"),
         (lambda: ragged.from_padded(FLAT, FLAT > 0), ValueError, "mask"),

@@ -28,13 +28,15 @@ def same(a: Any, b: Any) -> bool:
             return False
         if a.dtype == object:
             return all(same(x, y) for x, y in zip(a.ravel(), b.ravel(), strict=True))
-        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+        return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if type(a) is not type(b):
         return False
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.generic):
+        return same(np.asarray(a), np.asarray(b))
     if isinstance(a, float) and a != a:
         return b != b
     return bool(a == b)
@@ -45,4 +47,6 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return is_ragged(a) and is_ragged(b) and same(open_column(a), open_column(b))
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
         return False
+    if a.is_floating_point() and a.itemsize == 1:  # torch cannot compare all of these
+        a, b = a.float(), b.float()
     return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())

@@ -34,6 +34,7 @@ __all__ = [
     "num_bytes",
     "num_rows_of",
     "take",
+    "union",
 ]
 
 Column = Tensor | JaggedColumn
@@ -225,6 +226,24 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         else:
             joined[name] = torch.cat(pieces)
     return joined
+
+
+def union(mine: Mapping[str, Column], others: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of both; those of `mine` where both have a name, with equal columns.
+
+    Columns of `others` that share a Layout with such a column share that of `mine` in the result.
+    """
+    layouts: dict[int, Layout] = {}
+    for name, column in others.items():
+        same = mine.get(name)
+        if isinstance(column, JaggedColumn) and isinstance(same, JaggedColumn):
+            layouts[column.layout.key] = same.layout
+    both = dict(mine)
+    for name, column in others.items():
+        if isinstance(column, JaggedColumn) and column.layout.key in layouts:
+            column = JaggedColumn(column.values, layouts[column.layout.key])
+        both.setdefault(name, column)
+    return both
 
 
 def fill(name: str, like: Column, num_rows: int, value: Any) -> Column:

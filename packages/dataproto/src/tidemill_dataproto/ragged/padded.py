@@ -1,5 +1,6 @@
 """Convert between ragged columns and padded tensors."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ def to_padded(
     """
     whole = open_column(column)
     layout, flat = whole.layout, whole.values
-    if not (flat.is_floating_point() or _represents(flat.dtype, pad_value)):
+    if not _represents(flat.dtype, pad_value):
         raise ValueError(f"pad_value must be a value of {flat.dtype}, the dtype of the column; got {pad_value}")
     longest = int(layout.lengths.max(initial=0))
     width = longest if max_len is None else max_len
@@ -45,6 +46,8 @@ def to_padded(
 
 
 def _represents(dtype: torch.dtype, value: float | int | bool) -> bool:
+    if dtype.is_floating_point:  # which may round it
+        return not torch.finfo(dtype).max < abs(value) < math.inf
     try:
         return torch.full((), value, dtype=dtype).item() == value
     except RuntimeError:  # overflow
