@@ -158,6 +158,8 @@ class ActorWorker(PolicyWorker, RoleWorker):
     @cached_property
     def _kept(self) -> list[str]:
         config, device_bytes = self._config, None
+        if not (config.engine.param_offload or config.engine.optimizer_offload):
+            return []
         if config.engine.device != "cpu" and torch.cuda.is_available():
             device_bytes = torch.cuda.mem_get_info()[1]
         kinds = {"weights": "params", "optimizer": "optimizer"}
