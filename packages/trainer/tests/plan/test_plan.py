@@ -187,6 +187,15 @@ def test_what_has_no_room_until_the_weights_are_sent_is_offloaded_after_each_ste
     assert 0 < on_a_device_with(total, 0.82)["phases"]["weight update"]["total"] < total
 
 
+def test_what_stays_until_the_weights_are_sent_is_beside_a_critic_at_work(plan):
+    critic = ("algorithm.adv_estimator=gae", "placement.offload=true", *SMALL, "--num-gpus=1", "--device-memory=16GiB")
+    [device] = json.loads(plan(*critic, "--json")[1].out)["devices"]
+    kept = {("policy", "weights"), ("policy", "optimizer")}
+    assert kept | {("critic", "gradients"), ("critic", "activations")} <= _parts(device, "forward/backward")
+    assert kept | {("critic", "gradients"), ("critic", "optimizer")} <= _parts(device, "optimizer")
+    assert ("policy", "gradients") not in _parts(device, "optimizer")
+
+
 def test_engines_of_a_larger_cluster_have_their_own_devices(plan):
     for number in ([], ["--num-gpus", "2"]):
         names = [device["name"] for device in json.loads(plan(*number, "--json")[1].out)["devices"]]

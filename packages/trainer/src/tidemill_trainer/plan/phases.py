@@ -224,10 +224,10 @@ def _training_parts(
     num_workers: int,
     kept: Collection[str] = (),
 ) -> list[Part]:
-    """Return what a training process with these roles holds: each resident part, and the largest of those at work.
+    """Return what a training process with these roles holds at most.
 
     The roles compute one after the other, so in each phase one of them is at work, and weights of others are resident
-    unless they are offloaded.
+    unless they are offloaded. It is the one that then adds most to what it holds as a resident.
 
     Args:
         kept: kinds of parts of the policy that are resident although they are offloaded in other phases.
@@ -235,13 +235,13 @@ def _training_parts(
     memory = {role: _memory(config, sizes[role], role, num_workers) for role in roles}
     stays = {role: kept if role == "policy" else () for role in roles}
     at_work = {role: _working(config, role, each, phase, stays[role]) for role, each in memory.items()}
-    busiest = max(at_work, key=lambda role: sum(part.num_bytes for part in at_work[role]))
-    return [
-        part
-        for role, each in memory.items()
-        for part in (at_work[role] if role == busiest else _resident(config, role, each, stays[role]))
-        if part.num_bytes
-    ]
+    resident = {role: _resident(config, role, each, stays[role]) for role, each in memory.items()}
+
+    def added(role: str) -> float:
+        return sum(part.num_bytes for part in at_work[role]) - sum(part.num_bytes for part in resident[role])
+
+    busiest = max(roles, key=added)
+    return [part for role in roles for part in (at_work if role == busiest else resident)[role] if part.num_bytes]
 
 
 def _memory(config: Config | SFTConfig, sizes: ModelSizes, role: str, num_workers: int) -> EngineMemory:
