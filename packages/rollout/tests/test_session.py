@@ -94,6 +94,7 @@ def test_sampling_that_training_cannot_account_for_is_refused_in_training_only(s
         ({"text": "hello", "seed": 2**63}, "seed must be >= -2"),
         ({"text": "hello", "top_k": 2**31}, "top_k must be < 2"),
         ({"token_ids": [5, -1]}, r"token_ids must be >= 0 and < \d+, the size of the vocabulary, got -1"),
+        ({"token_ids": [5, 10**6]}, r"token_ids must be >= 0 and < \d+, the size of the vocabulary, got 1000000"),
         ({"text": "hello", "stop": ""}, r"stop must contain strings that are not empty, got \[''\]"),
         ({"text": "hello", "stop": ["a", ""]}, r"stop must contain strings that are not empty, got \['a', ''\]"),
     ],
