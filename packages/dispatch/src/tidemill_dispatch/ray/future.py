@@ -149,15 +149,15 @@ class CallFuture(DeferredRows):
     def _fetch(self, timeout_s: float | None, wait_s: float) -> None:
         if self._result:
             return
-        call = self.call
+        call, timeout = self.call, wait_s if wait_s < math.inf else None
         try:
-            values = ray.get(list(call.values.values()), timeout=wait_s if wait_s < math.inf else None)
+            values = ray.get(list(call.values.values()), timeout=timeout)
         except GetTimeoutError:
             raise call.timeout_error(timeout_s) from None
         except RayError:  # a result that cannot be pickled, or that was lost with its node
             for rank, ref in call.values.items():
                 try:
-                    ray.get(ref, timeout=wait_s if wait_s < math.inf else None)
+                    ray.get(ref, timeout=timeout)
                 except RayError as error:
                     call.failures[rank] = call.failure_of(rank, error)
             return
