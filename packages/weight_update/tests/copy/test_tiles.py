@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
-from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
+from tidemill_weight_update.copy.tiles import cut
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [(BF16, BF16), (torch.float8_e4m3fn, torch.float8_e4m3fn), (torch.int64, torch.int64), (FP32, BF16)]
@@ -37,7 +37,7 @@ def words_of(group):
     height, width = group.shape
     found = []
     for tile, index in enumerate(group.tile_segment):
-        s = dict(zip(SEGMENT_FIELDS, group.segments[index].tolist(), strict=False))
+        s = dict(zip((*COLUMNS, "first_tile", "tiles_across"), group.segments[index].tolist(), strict=False))
         down, across = divmod(tile - s["first_tile"], s["tiles_across"])
         rows = np.arange(down * height, min((down + 1) * height, s["rows"]))[:, None]
         cols = np.arange(across * width, min((across + 1) * width, s["cols"] * group.unit))[None]
@@ -125,7 +125,7 @@ def test_unaligned_copies_get_their_own_group():
     src, dst, pos = [0, 8, 4, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 8, 0, 0, 0, 2]
     columns = {"rows": [1] * 6, "cols": cols, "src": src, "dst": dst, "pos": pos, "tensor": list(range(6))}
     groups = {group.unit: group for group in cut_aligned(table(BF16, **columns))}
-    tensor = SEGMENT_FIELDS.index("tensor")
+    tensor = COLUMNS.index("tensor")
     assert groups[4].segments[:, tensor].tolist() == [0, 1]
     assert groups[1].segments[:, tensor].tolist() == [2, 3, 4, 5]
 
@@ -133,7 +133,7 @@ def test_unaligned_copies_get_their_own_group():
 def test_unaligned_block_affects_its_own_copies_only():
     case = table(BF16, rows=[1] * 3, cols=[64] * 3, memory=[0, 1, 0], target=[0, 0, 1], tensor=[0, 1, 2])
     groups = {g.unit: g for g in cut(case, 4096, np.array([True, False]), np.array([True, False]))}
-    tensor = SEGMENT_FIELDS.index("tensor")
+    tensor = COLUMNS.index("tensor")
     assert groups[4].segments[:, tensor].tolist() == [0]
     assert groups[1].segments[:, tensor].tolist() == [1, 2]
 
@@ -151,7 +151,7 @@ def test_long_and_short_rows_share_one_launch():
     (group,) = cut_aligned(table(BF16, **parts, dst_pitch=[0, 192] * 2, tensor=[0, 1, 2, 3]))
     assert group.shape == (128, 32)
     assert len(group.tile_segment) == 64 + 12 + 32 + 12
-    tensor = SEGMENT_FIELDS.index("tensor")
+    tensor = COLUMNS.index("tensor")
     assert group.segments[:, tensor].tolist() == [0, 1, 2, 3]
     odd = parts | {"cols": [8192 * 64 + 8, 192, 8192 * 32, 192]}  # has a remainder when folded
     assert len(cut_aligned(table(BF16, **odd, dst_pitch=[0, 192] * 2))) == 2

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tidemill_weight_update.copy.checksum import checksum_rows, has_non_finite
 from tidemill_weight_update.copy.table import COLUMNS, CopyTable
-from tidemill_weight_update.copy.tiles import SEGMENT_FIELDS, cut
+from tidemill_weight_update.copy.tiles import cut
 from torch import Tensor
 
 NUM_TENSORS = 7
@@ -114,7 +114,7 @@ def long_and_short_rows(
 def num_folded(table: CopyTable, tile_elements: int, *, aligned: bool) -> int:
     """Number of single rows of the table that its tiles fold into several rows, with aligned or unaligned blocks."""
     blocks = (np.full(1 + column.max(), aligned) for column in (table.memory, table.target))
-    rows = [group.segments[:, SEGMENT_FIELDS.index("rows")] for group in cut(table, tile_elements, *blocks)]
+    rows = [group.segments[:, COLUMNS.index("rows")] for group in cut(table, tile_elements, *blocks)]
     return int((table.rows[table.cols > 0] == 1).sum() - (np.concatenate(rows) == 1).sum())
 
 

@@ -115,11 +115,12 @@ def copy_tiles(
 ):
     tile = tl.program_id(0)
     segment = segments + tl.load(tile_segment + tile).to(tl.int64) * STRIDE
-    # In the order of SEGMENT_FIELDS.
-    source = tl.load(memories + tl.load(segment)).to(tl.pointer_type(SRC))
-    src, src_pitch = tl.load(segment + 1) * UNIT, tl.load(segment + 2) * UNIT
-    tensor, pos, pos_pitch = tl.load(segment + 6), tl.load(segment + 7), tl.load(segment + 8)
-    rows, cols = tl.load(segment + 9), tl.load(segment + 10) * UNIT
+    # In the order of `TileGroup.segments`.
+    tensor = tl.load(segment)
+    source = tl.load(memories + tl.load(segment + 1)).to(tl.pointer_type(SRC))
+    src, src_pitch = tl.load(segment + 2) * UNIT, tl.load(segment + 3) * UNIT
+    rows, cols = tl.load(segment + 7), tl.load(segment + 8) * UNIT
+    pos, pos_pitch = tl.load(segment + 9), tl.load(segment + 10)
     index = tile - tl.load(segment + 11).to(tl.int32)
     tiles_across = tl.load(segment + 12).to(tl.int32)
     down = index // tiles_across
@@ -140,8 +141,8 @@ def copy_tiles(
     if CAST:
         cast = value.to(DST)
     if WRITE:
-        target = tl.load(targets + tl.load(segment + 3)).to(tl.pointer_type(DST))
-        dst, dst_pitch = tl.load(segment + 4) * UNIT, tl.load(segment + 5) * UNIT
+        target = tl.load(targets + tl.load(segment + 4)).to(tl.pointer_type(DST))
+        dst, dst_pitch = tl.load(segment + 5) * UNIT, tl.load(segment + 6) * UNIT
         if UNIT > 1:
             target = tl.multiple_of(target, 16)
         written = target + (dst + row0 * dst_pitch + col0)

@@ -97,7 +97,7 @@ class CopyTable:
 
 
 COLUMNS = tuple(item.name for item in fields(CopyTable) if not item.name.endswith("dtype"))
-"""Names of a table's columns."""
+"""Names of a table's columns. The copiers read them by this order."""
 
 
 def build_tables(

@@ -20,23 +20,6 @@ Wide tiles need the fewest address computations; narrow ones waste no threads on
 128 bytes, one cache line.
 """
 
-SEGMENT_FIELDS = (
-    "memory",
-    "src",
-    "src_pitch",
-    "target",
-    "dst",
-    "dst_pitch",
-    "tensor",
-    "pos",
-    "pos_pitch",
-    "rows",
-    "cols",
-    "first_tile",
-    "tiles_across",
-)
-"""Columns of `TileGroup.segments`; the kernel reads them by this order."""
-
 SEGMENT_STRIDE = 16
 """Distance between segments in numbers: 128 bytes, one cache line."""
 
@@ -52,7 +35,8 @@ class TileGroup:
         unit: src, src_pitch, dst, dst_pitch and cols are in units of this many numbers; 1 if the group is not aligned.
             pos and pos_pitch are always in numbers.
         shape: R, C of a tile, in numbers.
-        segments: int64 [num_segments, SEGMENT_STRIDE], columns SEGMENT_FIELDS.
+        segments: int64 [num_segments, SEGMENT_STRIDE]: COLUMNS of the table, first tile, number of tiles across; the
+            kernel reads them by this order.
         tile_segment: int32 [num_blocks], segment of each tile. The tiles of a segment are consecutive, row by
             row.
     """
@@ -75,7 +59,7 @@ def cut(
         tile_elements: numbers in a tile, a power of two and at least 32 times the last of TILE_WIDTHS.
         memory_aligned: for each memory, whether its base address is a multiple of VECTOR_BYTES.
     """
-    columns = {name: getattr(table, name).astype(np.int64) for name in SEGMENT_FIELDS[:11]}
+    columns = {name: getattr(table, name).astype(np.int64) for name in COLUMNS}
     for pitch in ("src_pitch", "dst_pitch", "pos_pitch"):  # arbitrary for a single row
         columns[pitch] = np.where(columns["rows"] > 1, columns[pitch], 0)
     aligned_bases = memory_aligned[table.memory] & target_aligned[table.target]
@@ -120,10 +104,9 @@ def _by_shape(
             raise ValueError(
                 f"{counts.sum()} tiles exceed the limit of one launch (2**31); reduce bucket_bytes of WeightUpdater"
             )
+        columns = [*(part[name][mask] for name in COLUMNS), np.cumsum(counts) - counts, across[mask]]
         segments = np.zeros((len(counts), SEGMENT_STRIDE), np.int64)
-        values = part | {"first_tile": np.cumsum(counts) - counts, "tiles_across": across}
-        for field, name in enumerate(SEGMENT_FIELDS):
-            segments[:, field] = values[name] if name == "first_tile" else values[name][mask]
+        segments[:, : len(columns)] = np.transpose(columns)
         groups.append(
             TileGroup(
                 src_dtype=table.src_dtype,
