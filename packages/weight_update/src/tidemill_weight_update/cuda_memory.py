@@ -85,23 +85,18 @@ def export(address: int, device: torch.device) -> DeviceMemory:
     driver = _driver()
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
     buffer_id, handle = ctypes.c_ulonglong(), _IpcHandle()
-    what = f"memory at {address:#x} on {device} cannot be shared with other processes"
     with _current(device):
-        _check(
-            driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(num_bytes), address),
-            f"{what}: not GPU memory of this process",
-            NotExportableError,
+        code = (
+            driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(num_bytes), address)
+            or driver.cuPointerGetAttribute(ctypes.byref(buffer_id), _BUFFER_ID, base.value)
+            or driver.cuIpcGetMemHandle(ctypes.byref(handle), base.value)
         )
-        _check(
-            driver.cuPointerGetAttribute(ctypes.byref(buffer_id), _BUFFER_ID, base.value),
-            f"{what}: it has no buffer ID",
-            NotExportableError,
-        )
-        _check(
-            driver.cuIpcGetMemHandle(ctypes.byref(handle), base.value),
-            f"{what}: not from cudaMalloc (torch's expandable_segments and cudaMallocAsync do not use cudaMalloc)",
-            NotExportableError,
-        )
+    _check(
+        code,
+        f"memory at {address:#x} on {device} cannot be shared with other processes, only this process's memory from "
+        f"cudaMalloc can (not that of torch's expandable_segments or cudaMallocAsync)",
+        NotExportableError,
+    )
     return DeviceMemory(
         pid=os.getpid(),
         buffer_id=buffer_id.value,
