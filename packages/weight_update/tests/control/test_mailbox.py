@@ -54,7 +54,7 @@ def link(store, session: str = "session") -> LinkStore:
 def sides(request) -> Iterator[Sides]:
     if request.param == "memory":
         trainer = Mailbox(SharedBoard.create())
-        engines = Mailbox.open(trainer.path), Mailbox.open(trainer.path)
+        engines = tuple(Mailbox(SharedBoard.open(trainer.board.path)) for _ in range(2))
     else:
         server = request.getfixturevalue("server")
         board = StoreBoard(link(server), "path", 0)

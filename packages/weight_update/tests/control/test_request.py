@@ -106,7 +106,7 @@ def test_loader_does_not_raise_if_the_trainer_has_exited(model, caplog):
 
 
 def test_exited_trainer_rank_is_reported_to_the_other_ranks(mailbox, model):
-    paths = (mailbox.path, "/proc/self/fd/999#1")
+    paths = (mailbox.board.path, "/proc/self/fd/999#1")
     load(model, request_to_json(request(sequence=3, mailboxes=paths, first_receiver=0, num_receivers=1)))
     assert 0 < mailbox.state(3, 0) != LOADED
     assert "cannot open the trainer's memory /proc/self/fd/999" in mailbox.reply(0)["error"]

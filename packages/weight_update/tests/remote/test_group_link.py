@@ -190,7 +190,7 @@ def test_link_is_reopened_after_a_failed_update(closing, remote):
                 updater.update([*checkpoint.items(), ("strange", torch.ones(3))], "refused")
             assert (engine.version, engine.paused) == ("1", None)
         assert updater.readmit([engine], checkpoint.items(), version).verified
-        ports.append(updater._fast.mailbox.path)
+        ports.append(updater._fast.mailbox.board.path)
     assert ports[0] == ports[1] != ports[2] == ports[3]
 
 

@@ -20,7 +20,6 @@ from tidemill_weight_update.control.board import (
     Board,
     LinkError,
     PollingWait,
-    SharedBoard,
     has_exited,
     own_process,
 )
@@ -102,13 +101,7 @@ class Mailbox:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self.path = board.path
         self._declared: Text = (0, 0)
-
-    @classmethod
-    def open(cls, path: str) -> "Mailbox":
-        """Open the mailbox of another process in shared memory; for errors see `SharedBoard.open`."""
-        return cls(SharedBoard.open(path))
 
     def close(self) -> None:
         self.board.close()

@@ -93,7 +93,7 @@ class Receiver(PlanCache):
                 f"another WeightUpdater (process {last.owner[0]}) is updating this engine; wait for the end of its "
                 f"update, close it, or end that process"
             )
-        self._last_updater = control.path
+        self._last_updater = control.board.path
 
     def _open_others(self, request: Request) -> Iterator[Mailbox]:
         for rank, path in enumerate(request.mailboxes[1:], start=1):
@@ -107,7 +107,7 @@ class Receiver(PlanCache):
             self._mailboxes.pop(path).close()
         if path not in self._mailboxes:
             is_mapped = SharedBoard.is_path(path)
-            self._mailboxes[path] = Mailbox.open(path) if is_mapped else self._open_linked(path, timeout_s)
+            self._mailboxes[path] = Mailbox(SharedBoard.open(path)) if is_mapped else self._open_linked(path, timeout_s)
         return self._mailboxes[path]
 
     def _open_linked(self, path: str, timeout_s: float) -> Mailbox:

@@ -138,7 +138,7 @@ class FastPath:
         if self._sender is None:
             self._sender = Sender(Mailbox(SharedBoard.create()), self._allow_non_finite)
         self.mailbox.begin(sequence)
-        return self.mailbox.path
+        return self.mailbox.board.path
 
     def update(
         self, transfer: Transfer, fleet: Fleet, begun: Sequence[str], num_receivers: int, stages: Stages
@@ -315,7 +315,7 @@ class FastPath:
             return self._link.readers(self._sequence, num_receivers)
         own = self.mailbox
         if self._control is None:  # the board of rank 0 lives as long as its updater
-            self._control = own if own.path == control else Mailbox.open(control)
+            self._control = own if own.board.path == control else Mailbox(SharedBoard.open(control))
         return Readers(self._sequence, own, self._control, num_receivers, self._timeout_s)
 
     def close(self) -> None:
