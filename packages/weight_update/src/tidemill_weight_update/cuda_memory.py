@@ -197,15 +197,12 @@ class DeviceArena:
         )
         self._address = address.value
         self.data: Tensor = torch.as_tensor(_Bytes(self._address, num_bytes), device=device)
+        self._memory = export(self._address, device)
 
     def publish(self) -> DeviceMemory:
         """Wait for the writes on the current stream, then return the exported memory."""
         torch.cuda.current_stream(self._device).synchronize()
-        return self._exported
-
-    @functools.cached_property
-    def _exported(self) -> DeviceMemory:
-        return export(self._address, self._device)
+        return self._memory
 
     def close(self) -> None:
         """Free the memory; other processes must have unmapped it. Views of `data` become invalid."""
