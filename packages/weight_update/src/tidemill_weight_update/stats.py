@@ -32,7 +32,7 @@ class UpdateStats:
         load_s: time spent waiting for engines.
         finish_s: time to set the version; on the stock path also to flush the prefix caches.
         engine_s: seconds by stage of the slowest engine rank, within `load_s`: "wait" for the trainer, read its
-            "declaration", "plan" the copies, "map" the memory that they read, "check" the plan, "copy", "finish"
+            "declaration", "plan" the copies and map the memory that they read, "check" the plan, "copy", "finish"
             (tensors derived from weights), "verify".
     """
 

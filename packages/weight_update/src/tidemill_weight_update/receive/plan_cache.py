@@ -180,7 +180,6 @@ class Copies:
     def __init__(
         self, manifest: Manifest, boxes: Sequence[Mailbox], plan: CopyPlan, model: nn.Module, mapped: MappedMemories
     ) -> None:
-        self._mapped: MappedMemories | None = mapped
         self.manifest = manifest
         self.plan = plan
         self.parameters = dict(model.named_parameters())
@@ -197,16 +196,11 @@ class Copies:
             self.in_arena.append({number: build(each) for number, each in arena.items()})
         self.all = [copies for of_rank in self.in_arena for copies in of_rank.values()]
         self.all += [] if self.in_place is None else [self.in_place]
+        for copies in self.all:
+            copies.map(mapped)
         self._where = [manifest.positions(copies.sources) for copies in self.all]
         self._where_sent = [manifest.positions(descriptor.sources) for descriptor in manifest.descriptors]
         self.counts = self._sum(self._where, [copies.counts for copies in self.all])
-
-    def map_memory(self) -> None:
-        """Map the memories that are read, before the first copy."""
-        if self._mapped is not None:
-            for copies in self.all:
-                copies.map(self._mapped)
-            self._mapped = None
 
     def checksums(self) -> NDArray[np.int64]:
         """Return the checksum of each tensor as the last run read it: int64 [num_tensors]."""

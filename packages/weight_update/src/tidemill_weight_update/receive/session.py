@@ -146,8 +146,6 @@ class UpdateSession:
             manifest = self._receiver.manifest(self._boxes, numbers)
         with self._stages("plan"):
             copies = self._receiver.copies(self._boxes, manifest)
-        with self._stages("map"):
-            copies.map_memory()
         with self._stages("check"):
             self._check_coverage(copies)
             _, counts = self.peers.exchange(CHECKED, np.zeros_like(copies.counts), copies.counts)
