@@ -48,14 +48,12 @@ Memory = HostMemory | DeviceMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaMemory:
-    """A uint8 [num_bytes] tensor in another process's GPU memory, as a CUDA IPC handle.
+    """A uint8 tensor in another process's GPU memory, as a CUDA IPC handle.
 
     `rebuild_args` are the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor` with the device's UUID
     instead of its index, as SGLang's `monkey_patch_torch_reductions` expects: device indices differ between processes.
     """
 
-    device_uuid: str
-    num_bytes: int
     rebuild_args: tuple[Any, ...]
 
 
@@ -126,8 +124,7 @@ class CudaArena:
         self.data: Tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         _, args = reductions.reduce_tensor(self.data)
         uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
-        args = (*args[:_DEVICE_ARG], uuid, *args[_DEVICE_ARG + 1 :])
-        self._memory = CudaMemory(device_uuid=uuid, num_bytes=num_bytes, rebuild_args=args)
+        self._memory = CudaMemory(rebuild_args=(*args[:_DEVICE_ARG], uuid, *args[_DEVICE_ARG + 1 :]))
 
     def publish(self) -> CudaMemory:
         torch.cuda.current_stream(self.data.device).synchronize()

@@ -256,7 +256,7 @@ def test_gpu_payload_synchronizes_before_it_maps_memory(monkeypatch):
     fence.__qualname__ = "synchronize"
     rebuild.__module__ = "torch.multiprocessing.reductions"
     rebuild.__qualname__ = "rebuild_cuda_tensor"
-    memory = CudaMemory(device_uuid="u", num_bytes=4, rebuild_args=(1, "u"))
+    memory = CudaMemory(rebuild_args=(1, "u"))
     bucket = BucketHandle(index=0, entries=handle(HostArena(1000)).entries, memory=memory)
     pickle.loads(stock_payload(bucket))
     assert called == ["fence", (1, "u")]
