@@ -22,7 +22,7 @@ def device_bytes(engine):
         return sum(storages.values())
 
     params = list(engine.model.parameters())
-    state = [value for state in engine.optimizer.state.values() for value in state.values()]
+    state = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim() > 0]
     grads = [param.grad for param in params if param.grad is not None]
     return total(param.detach() for param in params), total(grads), total(state)
 

@@ -49,6 +49,23 @@ def test_copy_on_the_cpu_is_made_of_powers_of_two_and_a_rest_below_a_mib(num_byt
     assert torch.equal(tensor, expected)
 
 
+def test_copies_share_blocks(monkeypatch):
+    monkeypatch.setattr("tidemill_engines.offload._LARGEST", 4 << 20)
+    sizes = [1, 3 << 20, (5 << 20) + 9, 0, 7, (1 << 20) + 1]
+    tensors = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in sizes]
+    expected = [tensor.clone() for tensor in tensors]
+    offloaded = OffloadableTensors(lambda: tensors)
+    offloaded.offload()
+    parts = [part for _, copy, _ in offloaded._copies.values() for part in copy]
+    blocks = {part.untyped_storage().data_ptr(): part.untyped_storage().size() for part in parts}
+    assert sorted(blocks.values()) == [sum(sizes) - (9 << 20), 1 << 20, 4 << 20, 4 << 20]
+    assert len(parts) == len([size for size in sizes if size]) + len(blocks) - 1
+    for tensor, values in zip(tensors, expected, strict=True):
+        assert torch.equal(offloaded.read(tensor), values)
+    offloaded.onload()
+    assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True))
+
+
 def test_a_part_of_a_storage_is_read_alone():
     whole = torch.arange((3 << 20) + 1000, dtype=torch.int16)  # copied in parts of 4 and 2 MiB, and a rest
     middle = (2 << 20) - 5  # of the end of the first part, in elements

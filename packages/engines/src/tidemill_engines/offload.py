@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.distributed.tensor import DTensor
 
-_LARGEST = 64 << 20
+_LARGEST = 256 << 20
 _SMALLEST = 1 << 20
-"""Sizes in bytes of the parts of a copy (see `_to_cpu`)."""
+"""Sizes in bytes of the blocks of copies (see `_to_cpu`)."""
 
 
 class OffloadableTensors:
@@ -30,6 +30,8 @@ class OffloadableTensors:
         self._copies: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor] | None, int]] = {}
         self._is_offloaded = False
         self._num_users = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None  # the copies of `prefetch` that nothing has waited for
 
     @property
     def is_offloaded(self) -> bool:
@@ -41,28 +43,54 @@ class OffloadableTensors:
 
     def offload(self) -> None:
         """Copy the tensors to the CPU and free their device memory; do nothing if they are offloaded."""
+        if self._copied is not None:
+            self.onload()
         if self._is_offloaded:
             return
-        zero, copies = self._are_zero(), {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = local_part(tensor).untyped_storage()
-            if storage._cdata not in copies and storage.size() > 0:
-                copies[storage._cdata] = storage, None if zero else _to_cpu(_bytes(storage)), storage.size()
+            if storage.size() > 0:
+                storages[storage._cdata] = storage
+        held = [None] * len(storages) if self._are_zero() else _to_cpu([_bytes(each) for each in storages.values()])
+        copies = {key: (each, copy, each.size()) for (key, each), copy in zip(storages.items(), held, strict=True)}
         for storage, _, _ in copies.values():
             storage.resize_(0)
         self._copies, self._is_offloaded = copies, True
 
     def onload(self) -> None:
         """Copy the tensors back to the device: all of them or, if its memory does not suffice, none."""
+        if self._copied is None:
+            self._allocate()
+            self._copy_back()
+        self.discard()
+        self._is_offloaded = False
+
+    def prefetch(self) -> None:
+        """Start to copy tensors of `offloaded_later` back to a GPU, beside its computation; `onload` waits for this."""
+        is_on_gpu = any(storage.device.type == "cuda" for storage, _, _ in self._copies.values())
+        if not (is_on_gpu and self._num_users and self._copied is None):
+            return
+        self._allocate()
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())  # which may still use the memory, and copies to the CPU
+        with torch.cuda.stream(self._stream):
+            self._copy_back()
+        self._copied = torch.cuda.Event()
+        self._copied.record(self._stream)
+
+    def _allocate(self) -> None:
         try:
-            for storage, copy, num_bytes in self._copies.values():
+            for storage, _, num_bytes in self._copies.values():
                 storage.resize_(num_bytes)
-                _fill(_bytes(storage), copy)
         except BaseException:
             for storage, _, _ in self._copies.values():
                 storage.resize_(0)
             raise
-        self._copies, self._is_offloaded = {}, False
+
+    def _copy_back(self) -> None:
+        for storage, copy, _ in self._copies.values():
+            _fill(_bytes(storage), copy)
 
     @contextmanager
     def onloaded(self, measure: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
@@ -89,13 +117,15 @@ class OffloadableTensors:
                     self.offload()
 
     def discard(self) -> None:
-        """Drop the CPU copies of tensors that are no longer referenced."""
-        self._copies.clear()
+        """Drop the CPU copies, of tensors that were copied back or are no longer referenced."""
+        if self._copied is not None:
+            self._copied.wait()
+        self._copies, self._copied = {}, None
 
     def replace(self) -> None:
         """Drop the CPU copies after the tensors were created anew on the device; offload those if the old ones were."""
         was_offloaded, self._is_offloaded = self._is_offloaded, False
-        self._copies.clear()
+        self.discard()
         if was_offloaded:
             self.offload()
 
@@ -143,6 +173,12 @@ class Offloader:
         """Offload these kinds at the end of this context, where contexts of `onloaded` within it would do so."""
         return self._within(OffloadableTensors.offloaded_later, kinds)
 
+    def prefetch(self, kind: str) -> None:
+        """Start to copy the tensors of a kind back, if `offloaded_later` keeps them on the device."""
+        if (tensors := self._tensors.get(kind)) is not None:
+            with self._measure():
+                tensors.prefetch()
+
     @contextmanager
     def _within(self, context: Callable[..., AbstractContextManager[None]], kinds: Sequence[str]) -> Iterator[None]:
         with ExitStack() as stack:
@@ -159,21 +195,26 @@ class Offloader:
             raise RuntimeError(f"{', '.join(offloaded)}: offloaded to the CPU; call this within {context}")
 
 
-def _to_cpu(source: torch.Tensor) -> list[torch.Tensor]:
-    """Copy bytes to the CPU, from a GPU to pinned memory.
+def _to_cpu(sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Copy the bytes of each source to the CPU, from a GPU to pinned memory; return the parts of each copy.
 
-    torch rounds pinned memory up to a power of two, which is up to twice the size of a tensor. The parts of the copy
-    are powers of two, except for the last one below a MiB.
+    The copies follow one another in blocks. torch rounds pinned memory up to a power of two, so the sizes of blocks are
+    powers of two, except for the last one below a MiB. Few blocks are few copies: a GPU queues only about 1,000.
     """
-    sizes, left = [], len(source)
-    while left > 0:
-        size = min(_LARGEST, 1 << (left.bit_length() - 1)) if left >= _SMALLEST else left
-        sizes.append(size)
-        left -= size
-    parts = [torch.empty(size, dtype=torch.uint8, pin_memory=source.is_cuda) for size in sizes]
-    for part, data in zip(parts, source.split(sizes), strict=True):
-        part.copy_(data, non_blocking=True)
-    return parts
+    pinned, left = any(source.is_cuda for source in sources), sum(map(len, sources))
+    copies, block = [], torch.empty(0, dtype=torch.uint8)
+    for source in sources:
+        parts: list[torch.Tensor] = []
+        while len(source) > 0:
+            if not len(block):
+                size = min(_LARGEST, 1 << (left.bit_length() - 1)) if left >= _SMALLEST else left
+                block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                left -= size
+            parts.append(block[: len(source)])
+            parts[-1].copy_(source[: len(block)], non_blocking=True)
+            source, block = source[len(parts[-1]) :], block[len(parts[-1]) :]
+        copies.append(parts)
+    return copies
 
 
 def _fill(target: torch.Tensor, copy: list[torch.Tensor] | None) -> None:

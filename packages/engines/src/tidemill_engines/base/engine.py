@@ -79,6 +79,7 @@ class BaseEngine(EnginePersistence[ConfigT]):
     def _train(self, batch: DataProto, loss_fn: LossFn, *, calculate_entropy: bool, keeps_outputs: bool) -> BatchOutput:
         self.check_trains()
         with self.meter.step(), self.train_mode():
+            self._offloader.prefetch("optimizer")
             self.optimizer_zero_grad()
             output = self.forward_backward_batch(
                 batch, loss_fn, calculate_entropy=calculate_entropy, keeps_outputs=keeps_outputs

@@ -174,6 +174,7 @@ class EngineLifecycle(ABC, Generic[ConfigT]):
         """Return a context within which "params", "grads" or "optimizer" stay on the device once they were onloaded.
 
         Its end offloads them, so that they are on the device between steps, and between a step and what reads weights.
+        On a GPU, `train_batch` copies the optimizer state back beside the forward pass.
         """
         return self._offloader.offloaded_later(*kinds)
 

@@ -180,17 +180,13 @@ class FSDP2Engine(BaseEngine[FSDP2Config]):
         return {
             "params": OffloadableTensors(lambda: self.model.parameters()),
             "grads": OffloadableTensors(lambda: (p.grad for p in self.model.parameters() if p.grad is not None)),
-            "optimizer": OffloadableTensors(self._optimizer_tensors, are_zero=self._is_new_optimizer),
+            "optimizer": OffloadableTensors(self._optimizer_tensors),
         }
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
-                yield from state.values()
-
-    def _is_new_optimizer(self) -> bool:
-        """Return whether the optimizer has made no step, so that its whole state is zero."""
-        return self._optimizer is not None and all(state["step"] == 0 for state in self._optimizer.state.values())
+                yield from (value for value in state.values() if value.dim() > 0)
 
     def optimizer_zero_grad(self) -> None:
         self._has_failed = False
