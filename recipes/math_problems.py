@@ -20,7 +20,11 @@ from typing import Any
 _STEPS = 'Let\'s think step by step and output the final answer after "####".'
 _MARK = re.compile(r"####|Answer:|\\boxed\{")
 # Not the first number of a longer expression, such as 2\sqrt{3}, 1/2, 10^5, 3x or 12:30.
-_NUMBER = re.compile(r"(?:[\s$*]|\\[($])*(-?[\d,]*\.?\d+)(?![\d.,]*\d)(?!\s*(?:\\(?![%)\]\\$\s])|[\^/]))(?![(:A-Za-z])")
+# The possessive "++" never tries a part of the number: that takes minutes for thousands of digits before a letter.
+_NUMBER = re.compile(
+    r"(?:[\s$*]|\\[($])*+(-?(?:\d++(?:,\d++)*+(?:\.\d++)?+|\.\d++))"
+    r"(?![\d.,]*\d)(?!\s*(?:\\(?![%)\]\\$\s])|[\^/]))(?![(:A-Za-z])"
+)
 _NUM_VALIDATION = 512
 
 

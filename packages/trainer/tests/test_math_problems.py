@@ -85,6 +85,12 @@ def test_last_marked_number_is_the_answer(text, truth, expected):
     )
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["x", " / 2"])
+def test_many_digits_before_a_letter_take_linear_time(module, end):
+    assert module.score("source", f"#### {'1' * 20_000}{end}", "1", None) == 0.0
+
+
 def test_missing_files_are_named(module, tmp_path):
     with pytest.raises(SystemExit, match=r"expected files train-\*\.parquet in .*main, found none"):
         module.main("gsm8k", str(tmp_path), str(tmp_path / "out"))
