@@ -176,6 +176,14 @@ def test_replies_in_the_prompt_belong_to_the_first_turn(run, sample_line):
     assert text.index("Turn 1") < text.index("example reply") < text.index("Turn 2")
 
 
+def test_tool_call_in_the_prompt_may_have_no_arguments(run, sample_line):
+    line = sample_line(1, 0)
+    calls = [{"type": "function", "function": {"name": "get_time"}}]  # which tidemill_rollout.messages accepts
+    line["rows"][0]["messages"][1:1] = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    run.append_rollouts([line])
+    assert "get_time" in text_of(report(run))
+
+
 def test_long_reply_is_cut_in_the_middle_so_that_the_report_stays_small(run, sample_line):
     line = sample_line(1, 0, answer=f"first {'word ' * 10_000}last")
     run.append_rollouts([line])

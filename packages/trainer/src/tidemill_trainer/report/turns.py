@@ -72,7 +72,8 @@ def _message(message: Mapping[str, Any]) -> str:
         parts.append(text_block(name, content, kind=kind))
     for call in calls:
         function = call["function"]
-        parts.append(text_block("tool call", _plain(function["arguments"]), kind="call", title=str(function["name"])))
+        arguments = _plain(function.get("arguments", ""))
+        parts.append(text_block("tool call", arguments, kind="call", title=str(function["name"])))
     return "".join(parts)
 
 
