@@ -69,7 +69,7 @@ def main() -> None:
 def make_batch(rng: np.random.Generator, lengths: np.ndarray, *, masked_share: float) -> DataProto:
     rows, total = len(lengths), int(lengths.sum())
     is_trained = np.repeat(rng.random(total // 64 + 1) >= masked_share, 64)[:total]
-    mask = ragged.ragged(torch.from_numpy(is_trained.astype(np.int64)), lengths)
+    mask = ragged.ragged(torch.from_numpy(is_trained.astype(np.int64)), torch.from_numpy(lengths))
 
     def per_token(scale: float) -> torch.Tensor:
         return ragged.like(torch.from_numpy(rng.normal(scale=scale, size=total).astype(np.float32)), mask)

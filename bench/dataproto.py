@@ -12,6 +12,7 @@ median of the ratios of neighbouring runs, and the bound.
 
 import argparse
 import gc
+import logging
 import os
 import statistics
 import sys
@@ -200,7 +201,7 @@ def local_ray(store_bytes: int) -> Iterator[None]:
     import ray
 
     ray.init(address="local", num_cpus=1, object_store_memory=store_bytes, include_dashboard=False,
-             log_to_driver=False, logging_level="ERROR")  # fmt: skip
+             log_to_driver=False, logging_level=logging.ERROR)  # fmt: skip
     try:
         yield
     finally:

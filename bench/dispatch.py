@@ -7,6 +7,7 @@ if a result exceeds its limit (`LIMIT_MS`, and 0 bytes).
 """
 
 import argparse
+import logging
 import os
 import socket
 import stat
@@ -213,7 +214,7 @@ def chained(group: RayWorkerGroup) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     ray.init(
@@ -221,7 +222,7 @@ def main() -> int:
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         object_store_memory=1 << 30,
     )
     print(f"{os.cpu_count()} cores, Ray {ray.__version__}, load {os.getloadavg()[0]:.2f} at the start")

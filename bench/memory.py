@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ _SMALL = (
 
 def resident_mib(run: RunDir, driver: psutil.Process) -> dict[str, float]:
     """Return the resident memory of the driver, of each worker, and of its descendants by their names."""
-    found = Counter({"driver": driver.memory_info().rss / 2**20})
+    found = defaultdict[str, float](float, driver=driver.memory_info().rss / 2**20)
     for registration in registered(run.logs):
         process = registration.process()
         if process is not None and registration.name != "driver":

@@ -141,7 +141,7 @@ def measure(config: Config, median_s: float, slots: int, train_factor: float, ru
         engine = RayClassWithInitArgs(SimulatedWorker, median_s, slots, number)
         return RayWorkerGroup(RayResourcePool([1]), engine, name_prefix=f"rollout_{number}")
 
-    engines = Engines(start_engine, config, progress)
+    engines = Engines(start_engine, config, progress, str(run.logs))
     engines.start_processes()
     watch = Watch(Waits(waits_of(config)), run.logs, progress)
     pool = EpisodePool(config.episode.num_workers, engines, str(run.logs), progress, watch)

@@ -32,11 +32,11 @@ from tidemill_engines import BaseEngine, EngineRegistry, FSDP2Config, ModelConfi
 CASES = ((), ("reference",), ("critic",), ("reference", "critic"))
 
 
-def build(path: str, role: str, *, is_tiny: bool, max_tokens: int) -> BaseEngine:
+def build(path: Path, role: str, *, is_tiny: bool, max_tokens: int) -> BaseEngine:
     engine = EngineRegistry.new(
         model_type="value_model" if role == "critic" else "language_model",
         backend="fsdp2",
-        model=ModelConfig(path=path, init_seed=0),
+        model=ModelConfig(path=str(path), init_seed=0),
         engine=FSDP2Config(
             param_dtype="float32" if is_tiny else "bfloat16",
             max_token_len_per_gpu=max_tokens,
@@ -98,7 +98,7 @@ class Step:
         return {name: statistics.median(values[skipped:]) for name, values in self._seconds.items()}
 
 
-def measure(case: tuple[str, ...], path: str, args: argparse.Namespace) -> tuple[dict[str, float], float]:
+def measure(case: tuple[str, ...], path: Path, args: argparse.Namespace) -> tuple[dict[str, float], float]:
     """Return the median seconds of each part, and the peak memory in GiB."""
     is_tiny = args.model == "tiny"
     max_tokens = 256 if is_tiny else 32768

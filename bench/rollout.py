@@ -355,7 +355,7 @@ async def with_sglang(
 
 def main() -> int:
     """Return 0 if the overheads per turn are within their limits."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-engine", action="store_true")
     parser.add_argument("--profile", action="store_true")

@@ -126,7 +126,7 @@ def processes(config: Config, num_episodes: int, logs: Path) -> Iterator[tuple[E
     group = RayWorkerGroup(
         RayResourcePool([1]), RayClassWithInitArgs(SimulatedEngines, num_episodes), name_prefix="rollout"
     )
-    engines = Engines(lambda number: group, config, progress)
+    engines = Engines(lambda number: group, config, progress, str(logs))
     engines.start_processes()
     engines.connect(SimulatedTraining(group))  # pyright: ignore[reportArgumentType]
     watch = Watch(Waits(waits_of(config)), logs, progress)

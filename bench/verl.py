@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 
 @contextmanager
-def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a command in a session of its own; interrupt it if the block is left before it ends."""
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:

@@ -93,6 +93,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
             max_token_len_per_gpu=case.micro_tokens,
             **offload,
         )
+    dispatcher: Any = next((word for word in ("allgather", "alltoall") if word in case.words), "auto")
     return MegatronConfig(
         device=device.type,  # type: ignore[arg-type]
         param_dtype=dtype,
@@ -103,7 +104,7 @@ def _engine_config(case: Case, device: torch.device) -> Any:
         num_layers_in_last_pipeline_stage=case.last or None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1 if case.ep > 1 else None,
-        moe_token_dispatcher_type=next((word for word in ("allgather", "alltoall") if word in case.words), "auto"),
+        moe_token_dispatcher_type=dispatcher,
         sequence_parallel=case.tp > 1,
         overlap_grad_reduce="overlap" in case.words,
         overlap_param_gather="overlap" in case.words,

@@ -128,7 +128,7 @@ def verl_settings(config: Config, folder: Path, num_steps: int, num_gpus: int) -
         f"{rollout}.agent.agent_loop_config_path": f"{folder}/loops.yaml",
         **{f"+{rollout}.engine_kwargs.sglang.{key}": value for key, value in _sglang_arguments(config).items()},
         "reward.custom_reward_function.path": inspect.getsourcefile(reward),
-        "reward.custom_reward_function.name": reward.__name__,
+        "reward.custom_reward_function.name": reward.__name__,  # pyright: ignore[reportAttributeAccessIssue]
         "trainer.v1.sampler.custom_sampler.path": HOOKS / "verl_hooks.py",
         "trainer.v1.sampler.custom_sampler.name": "FrequentReplayBuffer",
         "trainer.n_gpus_per_node": num_gpus,

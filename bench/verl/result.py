@@ -46,10 +46,10 @@ def verl_steps(rows: Sequence[Mapping[str, Any]], warmup: int) -> list[dict[str,
     return found
 
 
-def _step(step: int, seconds: float, phases: dict[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _step(step: int, seconds: float, phases: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": step,
-        "phases": phases | {"other": seconds - sum(phases.values())},
+        "phases": {**phases, "other": seconds - sum(phases.values())},
         "seconds": seconds,
         "tokens/s": metrics["perf/total_num_tokens"] / seconds,
         **{name: metrics[name] for name in LENGTHS},

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # pyright: ignore[reportMissingImports]
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop  # pyright: ignore[reportMissingImports]
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # pyright: ignore[reportMissingImports]
 
 
 class FixedLengthLoop(SingleTurnAgentLoop):
