@@ -71,7 +71,7 @@ def measure(arguments: list[str], folder: Path) -> list[dict[str, float]]:
                 row["tensors"] = lines[-1]["perf/max_memory_allocated_gb"] * 1024
             rows += [row] * (len(lines) - len(rows))
     if process.returncode:
-        raise RuntimeError(f"the run failed with status {process.returncode}; see {run.logs}")
+        raise RuntimeError(f"the run failed with status {process.returncode}; its output is above")
     return rows[:-1]  # processes of the last one may have ended
 
 
@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--lengths", default="lognormal:100,512")
     arguments, overrides = parser.parse_known_args()
+    if arguments.steps < 4:  # the last one is left out, and the slope needs two in the second half
+        parser.error(f"--steps must be >= 4, got {arguments.steps}")
     with tempfile.TemporaryDirectory() as folder:
         given = command(arguments.model, arguments.lengths, arguments.steps, Path(folder))
         rows = measure([*given, *overrides], Path(folder))

@@ -6,6 +6,7 @@ Every preset sees the same problems, 512 episodes a step, in two optimizer steps
 The teacher of distillation has a longer warm-up on the correct responses.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -48,7 +49,11 @@ def teacher_model(folder: Path) -> Path:
 def main() -> None:
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    names, overrides = arguments[:split] or list(PRESETS), arguments[split + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"one of {', '.join(PRESETS)} (default: all)")
+    names, overrides = parser.parse_args(arguments[:split]).presets or list(PRESETS), arguments[split + 1 :]
+    if unknown := set(names) - set(PRESETS):
+        parser.error(f"unknown presets: {', '.join(sorted(unknown))}; the presets are {', '.join(PRESETS)}")
     folder = Path(tempfile.mkdtemp(prefix="presets-"))
     demo(folder, "warmup", "trainer.total_steps=1", "trainer.test_freq=1")
     model = newest_model(folder, "warmup", "000000")
