@@ -108,6 +108,7 @@ def test_run_with_more_epochs_on_resume_equals_one_that_had_them_before(train, w
         "dpo.beta=0.3",
         "data.train_batch_size=3",
         "trainer.test_freq=1",
+        "actor.num_workers=1",
     ]
     short, whole = (train(name, *settings, f"trainer.total_epochs={n}") for name, n in (("short", 1), ("whole", 2)))
     assert [len(metrics_of(folder)) for folder in (short, whole)] == [2, 3]
@@ -121,7 +122,7 @@ def test_run_with_more_epochs_on_resume_equals_one_that_had_them_before(train, w
 
 
 def test_more_epochs_after_a_smaller_last_batch_are_warned_about(train, write, capsys):
-    settings = [*data(write, TRAIN[:5], VAL), "data.train_batch_size=4"]
+    settings = [*data(write, TRAIN[:5], VAL), "data.train_batch_size=4", "actor.num_workers=1"]
     folder = train("run", *settings, "trainer.total_epochs=1")
     capsys.readouterr()
     warning = "step 2 had a smaller batch, because the run ended there after epoch 1"
@@ -134,7 +135,7 @@ def test_more_epochs_after_a_smaller_last_batch_are_warned_about(train, write, c
 def test_run_with_checkpoints_at_a_url_resumes(train, write, tmp_path, capsys):
     url = f"file://{tmp_path}/elsewhere"
     settings = [*data(write, TRAIN, VAL), "data.train_batch_size=4", "trainer.total_epochs=1", "trainer.save_freq=1"]
-    settings += [f"trainer.checkpoint_dir={url}"]
+    settings += [f"trainer.checkpoint_dir={url}", "actor.num_workers=1"]
     whole = train("whole", *settings)
     saved = tmp_path / "elsewhere" / "whole"
     assert sorted(path.name for path in saved.iterdir()) == ["run_id", "step_000002", "step_000003"]
