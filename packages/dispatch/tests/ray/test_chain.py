@@ -141,7 +141,7 @@ class StageWorker(Worker):
         time.sleep(seconds)
         return batch
 
-    @over(2, timeout_s=0.6)
+    @over(2, timeout_s=2.0)
     def hurried(self, batch):
         return batch
 
@@ -287,8 +287,8 @@ def test_finished_upstream_calls_are_released(groups):
 
 def test_timeout_of_a_chained_call_starts_at_the_end_of_its_upstream_call(groups):
     first, second = groups
-    last = second.hurried(first.slow(ListBatch([1, 2]), 1.0))
-    assert last.call.timeout_s < 1.0
+    last = second.hurried(first.slow(ListBatch([1, 2]), 2.5))
+    assert last.call.timeout_s < 2.5
     assert not last.done()  # the driver did not wait
     assert last.get().items == [1, 2]
     late = second.pass2(first.slow(ListBatch([1, 2]), 1.0))
