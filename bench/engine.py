@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"words of cases:\n{words}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", type=_names, default=["0.6b", "1.7b", "4b", "8b"], help=", ".join(MODELS))
+    parser.add_argument("--models", type=_models, default=["0.6b", "1.7b", "4b", "8b"], help=", ".join(MODELS))
     parser.add_argument("--cases", type=_names, help="cases for every model, or MODEL:CASE; default: cases per model")
     parser.add_argument("--gpus", type=lambda text: [int(number) for number in text.split(",")], default=[1])
     parser.add_argument("--tokens", type=int, help="tokens per step and GPU")
@@ -98,6 +98,13 @@ def _bounds(text: str) -> tuple[int, int]:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _models(text: str) -> list[str]:
+    names = _names(text)
+    if unknown := sorted(set(names) - set(MODELS)):
+        raise argparse.ArgumentTypeError(f"unknown models {', '.join(unknown)}; use some of {', '.join(MODELS)}")
+    return names
 
 
 def _cases(args: argparse.Namespace, num_gpus: int) -> list[Case]:

@@ -14,6 +14,7 @@ BENCH = Path(__file__).parents[1] / "bench"
     [
         (["presets.py", "grppo"], "unknown presets: grppo; the presets are "),
         (["memory.py", "--steps", "3"], "--steps must be >= 4, got 3"),
+        (["engine.py", "--models", "0.6b,7b"], "unknown models 7b; use some of 0.6b, "),
     ],
 )
 def test_invalid_arguments_start_no_run(arguments, message):
