@@ -1,10 +1,13 @@
 """Fast path from one trainer process to toy engines: parameters after updates."""
 
+import threading
+
 import pytest
 import torch
 from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.receive import plan_cache
 from tidemill_weight_update.receive.receiver import Receiver
+from tidemill_weight_update.send.sender import Sender
 from torch import Tensor, nn
 from toy_engines import ATTN, MODES, TIED, ToyEngine, ToyModel, as_mode, holds, same, state, tensors
 
@@ -40,6 +43,26 @@ def test_parameters_equal_a_fresh_load_bitwise(tp_size, mode, bucket_bytes):
         assert stats.num_bytes == sum(tensor.nbytes for tensor in checkpoint.values())
         assert (stats.num_buckets > 10) if bucket_bytes < 1000 else (stats.num_buckets == 1)
         assert 0 < stats.prepare_s + stats.fill_s + stats.load_s + stats.finish_s <= stats.seconds
+    updater.close()
+
+
+def test_engines_are_called_before_a_new_declaration_is_written(monkeypatch):
+    called = threading.Event()
+
+    class Engine(ToyEngine):
+        def load(self, request, *, flush_cache):
+            called.set()
+            super().load(request, flush_cache=flush_cache)
+
+    def declare(sender, buckets, device, declare=Sender.declare):
+        assert called.wait(20)
+        return declare(sender, buckets, device)
+
+    monkeypatch.setattr(Sender, "declare", declare)
+    engine = Engine(1)
+    updater = WeightUpdater([engine])
+    updater.update(tensors(0).items(), 0)
+    assert holds(engine, tensors(0))
     updater.close()
 
 

@@ -175,9 +175,11 @@ class FastPath:
         failure, is_sent, is_in_place = Failure(), False, False
         try:
             with failure:
+                if not self._reads_first:  # new engines load their kernel meanwhile
+                    start()
                 with stages("prepare"):
                     is_new = self._prepare(transfer)
-                if is_new or not self._reads_first:  # engines read a new declaration meanwhile
+                if is_new:  # engines read the new declaration meanwhile
                     start()
                 readers, values = self._new_readers(paths[0], num_receivers), self._values(transfer.source)
                 hold = partial(fleet.hold, self._timeout_s)
