@@ -209,6 +209,22 @@ def test_tied_head_loads_under_either_name(tmp_path, monkeypatch):
         engine.close()
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_rotary_frequencies_in_old_checkpoints_are_ignored(tmp_path, monkeypatch, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    monkeypatch.delenv("RANK", raising=False)
+    path = tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB)
+    weights = load_file(path / "model.safetensors")
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]  # as in Llama 2
+    old = changed(path, tmp_path / "old", lambda tensors: tensors.update({name: torch.ones(8) for name in names}))
+    engine = build_engine(old, backend=backend, optimizer=False)
+    loaded = weights_of(engine)
+    engine.close()
+    assert sorted(loaded) == sorted(weights)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
 def run_moe_export(path, folder):
     out = []
     for number, settings in enumerate([{}, {"fsdp_size": 1}, {"fsdp_size": 2}]):

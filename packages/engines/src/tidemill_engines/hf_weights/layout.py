@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
 )
 
 from tidemill_engines.config import Dtype
+from tidemill_engines.hf_weights.safetensors_files import COMPUTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +102,7 @@ def plan_layout(
             layout[name] = _pieces(name, tuple(tensor.shape), sources.pop(name), converters, found)
         elif name not in set(absent):
             missing.append(name)
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *(re.escape(name) for name in unused)]
+    ignored = [COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ()), *(re.escape(name) for name in unused)]
     left_over = [
         name
         for by_pattern in sources.values()

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+COMPUTED = r"rotary_emb\.inv_freq$"
+"""Pattern of tensors in old checkpoints, such as those of Llama 2, that models compute; ignored if unexpected."""
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tidemill_engines.distributed.agreement import all_gather, raise_on_all_ranks
-from tidemill_engines.hf_weights.safetensors_files import SafetensorsFiles
+from tidemill_engines.hf_weights.safetensors_files import COMPUTED, SafetensorsFiles
 from tidemill_engines.hf_weights.shard import WeightShard
 from tidemill_engines.megatron.architecture import Architecture
 from tidemill_engines.megatron.weights.names import blocks_of
@@ -79,7 +79,7 @@ class MegatronWeights:
         wanted = {name for part in self._parts for name, _ in part}
         missing = wanted - files.shapes.keys() - set(new)
         unknown = files.shapes.keys() - wanted - ({"lm_head.weight"} if self._is_tied else set()) - set(unused)
-        unknown = {name for name in unknown if not name.startswith(self._ignored)}
+        unknown = {name for name in unknown if not (name.startswith(self._ignored) or re.search(COMPUTED, name))}
         if missing:
             raise ValueError(
                 f"the checkpoint lacks {_list_some(missing)}, which the model of its config.json has; "
