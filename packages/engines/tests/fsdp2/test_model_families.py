@@ -100,6 +100,40 @@ def test_other_attentions_compute_each_row_alone(tmp_path, family):
         torch.testing.assert_close(log_probs, wanted, rtol=1e-5, atol=1e-5)
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+OTHER_ANGLES = {
+    "longrope": (
+        transformers.Phi3Config,
+        {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE},
+        {"varlen": True, "sdpa": False},
+    ),
+    "dynamic": (
+        transformers.LlamaConfig,
+        {"max_position_embeddings": 10, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        {"varlen": True, "sdpa": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ANGLES)
+def test_rotary_angles_do_not_depend_on_other_rows(tmp_path, kind):
+    config_class, fields, refuses = OTHER_ANGLES[kind]
+    transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | fields)).save_pretrained(tmp_path)
+    batch = make_batch(12, seed=4)
+    lengths = batch["input_ids"].offsets().diff()
+    for attention, is_refused in refuses.items():
+        engine = build_engine(tmp_path, model={"attn_implementation": attention}, optimizer=False)
+        rows = batch
+        if is_refused:
+            with pytest.raises(ValueError, match=r"row \d+ has \d+ tokens, above the 10 up to which the model's ro"):
+                engine.infer_batch(batch)
+            rows = batch.select_idxs((lengths <= 10).nonzero().flatten())
+        actual = engine.infer_batch(rows)["log_probs"].unbind()
+        engine.close()
+        for log_probs, (wanted, _) in zip(actual, plain_log_probs(plain_model(tmp_path), rows), strict=True):
+            torch.testing.assert_close(log_probs, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_several_rows_in_a_micro_batch_require_packed_attention(tmp_path):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"micro_batch_size_per_gpu > 1 requires .*='varlen'; got 'sdpa'"):

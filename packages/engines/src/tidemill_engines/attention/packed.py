@@ -62,6 +62,23 @@ def check_packed_attention(config: PretrainedConfig, *, is_supported: bool) -> N
         )
 
 
+def max_unscaled(config: PretrainedConfig, *, is_packed: bool) -> int | None:
+    """Return the most tokens of a row whose rotary angles do not depend on other rows; None if they never do.
+
+    transformers chooses the angles of "longrope" by the longest of packed rows. It changes those of "dynamic" at a long
+    row, and keeps them for the shorter rows that follow.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # or one for each type of layers
+        if each.get("rope_type") == "dynamic":
+            limits.append(text.max_position_embeddings)
+        elif each.get("rope_type") == "longrope" and is_packed:
+            limits.append(each["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
 def register_attention() -> None:
     """Register `attn_implementation="tidemill_varlen"` with transformers. Idempotent."""
     AttentionInterface.register(NAME, varlen_attention_forward)

@@ -55,6 +55,7 @@ class BatchRules:
         vocab_size: token ids must be in 0..vocab_size-1.
         limit: maximum tokens of a micro-batch, and so of a row.
         max_position_embeddings: maximum tokens of a row for the model; None is no limit.
+        max_unscaled: maximum tokens of a row for `attention.packed.max_unscaled`; None is no limit.
         replays: whether the batch may have the column `routed_experts`.
         vision: image rule of a vision-language model; None rejects images.
     """
@@ -62,6 +63,7 @@ class BatchRules:
     vocab_size: int
     limit: TokenLimit
     max_position_embeddings: int | None = None
+    max_unscaled: int | None = None
     replays: bool = False
     vision: VisionRule | None = None
 
@@ -92,20 +94,7 @@ def check_batch(batch: DataProto, rules: BatchRules, *, training: bool) -> None:
         lengths,
         response_lengths,
     )
-    _check_rows(
-        lengths > rules.limit.total,
-        f"row {{row}} has {{a}} tokens, above {rules.limit}; raise it or drop longer rows",
-        lengths,
-        response_lengths,
-    )
-    if rules.max_position_embeddings is not None:
-        _check_rows(
-            lengths > rules.max_position_embeddings,
-            f"row {{row}} has {{a}} tokens, above the model's max_position_embeddings={rules.max_position_embeddings}; "
-            "drop longer rows",
-            lengths,
-            response_lengths,
-        )
+    _check_lengths(lengths, rules)
     _check_tokens(ragged.values(tokens), lengths, rules.vocab_size)
     _check_tail(tokens, responses)
     check_topk(batch, rules.vocab_size)
@@ -183,6 +172,23 @@ def _check_rows(bad: torch.Tensor, message: str, a: torch.Tensor, b: torch.Tenso
     if bad.any():
         row = int(bad.nonzero()[0])
         raise ValueError(message.format(row=row, a=int(a[row]), b=int(b[row])))
+
+
+def _check_lengths(lengths: torch.Tensor, rules: BatchRules) -> None:
+    for limit, what in (
+        (rules.limit.total, f"{rules.limit}; raise it or drop longer rows"),
+        (
+            rules.max_position_embeddings,
+            f"the model's max_position_embeddings={rules.max_position_embeddings}; drop longer rows",
+        ),
+        (
+            rules.max_unscaled,
+            f"the {rules.max_unscaled} up to which the model's rotary embedding (longrope, dynamic) does not depend on "
+            "other rows; drop longer rows, or for longrope set ModelConfig.attn_implementation to 'sdpa'",
+        ),
+    ):
+        if limit is not None:
+            _check_rows(lengths > limit, f"row {{row}} has {{a}} tokens, above {what}", lengths, lengths)
 
 
 def _row_of(position: int, lengths: torch.Tensor) -> int:

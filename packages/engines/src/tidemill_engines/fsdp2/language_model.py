@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto
 
+from tidemill_engines.attention.packed import max_unscaled
 from tidemill_engines.attention.ulysses import gather_output
 from tidemill_engines.batch.check import BatchRules, TokenLimit
 from tidemill_engines.batch.micro_batches import BatchPlan, plan_batch
@@ -72,6 +73,7 @@ class FSDP2LanguageModel(FSDP2Engine):
                     per_rank=self.engine_config.max_token_len_per_gpu,
                     ranks_per_row=self.engine_config.ranks_per_row,
                 ),
+                max_unscaled=max_unscaled(self.model.config, is_packed=self._packs_rows),
                 vision=self._vision,
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
