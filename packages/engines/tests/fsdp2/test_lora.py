@@ -11,6 +11,7 @@ from engine_cases import (
     build_engine,
     full,
     make_batch,
+    plain_log_probs,
     plain_model,
     plain_policy_like_loss,
     policy_like_loss,
@@ -114,6 +115,23 @@ def check_exports(folder, path, weights, batch):
         adapted = peft.PeftModel.from_pretrained(plain_model(path), folder / "adapter_0").eval()(input_ids=ids).logits
         whole = plain_model(folder / "merged_0").eval()(input_ids=ids).logits
     torch.testing.assert_close(adapted, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_all_linear_leaves_out_fused_experts(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    batch = make_batch(6, seed=1)
+    engine = build_engine(path, model={"lora": LoraConfig(rank=2, alpha=8.0)})
+    adapted = {name.split(".")[-4] for name, _ in engine.get_adapter_param() if ".layers.1." in name}
+    engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
+    log_probs = engine.infer_batch(batch)["log_probs"].unbind()
+    engine.save_adapter(tmp_path / "adapter")
+    engine.close()
+    assert adapted == {"self_attn"}
+    model = peft.PeftModel.from_pretrained(plain_model(path), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        for actual, (expected, _) in zip(log_probs, plain_log_probs(model, batch), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_transposed_layers_of_gpt2_are_refused(tmp_path):

@@ -49,7 +49,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
             "ModelConfig.lora requires peft; install it with `pip install 'tidemill-engines[lora]'`"
         ) from error
     heads = sorted({name.rpartition(".")[0] for name in trainable})
-    inject_adapter_in_model(peft_config(config, heads), model, _ADAPTER, low_cpu_mem_usage=True)
+    linear = _linear_layers(model) if config.target_modules == ("all-linear",) else []
+    inject_adapter_in_model(peft_config(config, heads, linear), model, _ADAPTER, low_cpu_mem_usage=True)
     adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     # peft's `Linear` also adapts transformers' `Conv1D`, whose weight is transposed.
     is_linear = [isinstance(each, Linear) and isinstance(each.get_base_layer(), torch.nn.Linear) for _, each in adapted]
@@ -62,6 +63,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
     for name, param in model.named_parameters():
         param.data = param.data.to(dtype)  # an FSDP group has one dtype
         param.requires_grad_(is_adapter(name) or name in trainable)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the linear layers except the head. To its own "all-linear", peft adds the fused experts and the router."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head]
 
 
 def set_adapters_disabled(model: PreTrainedModel, disabled: bool) -> None:
