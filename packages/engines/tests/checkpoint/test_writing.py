@@ -111,6 +111,21 @@ def test_background_checkpoint_is_a_snapshot_and_keep_last_removes_older(tmp_pat
         assert others == [files, files]
 
 
+def run_inside(path, folder):
+    engine = build_engine(path)
+    for inside in (folder, folder / "hf"):
+        with pytest.raises(ValueError, match=r"hf_path must be outside of the new folder .*new, got .*use a folder"):
+            engine.save_checkpoint(folder, hf_path=inside)
+    engine.save_checkpoint(folder, hf_path=f"{folder}_hf")
+    engine.close()
+
+
+def test_model_within_the_checkpoint_is_refused_before_it_is_written(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
+    run_ranks(run_inside, 1, path, tmp_path / "new")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "new", "new_hf"]
+
+
 def run_without_room(path, folder):
     engine = build_engine(path, checkpoint={"asynchronous": True})
     host_memory._USED_SHARE = 0.0

@@ -126,13 +126,16 @@ class EnginePersistence(EngineLifecycle[ConfigT]):
         Args:
             path: a folder that all ranks share, or an fsspec URL, such as "s3://bucket/folder". Each rank writes its
                 files for a URL to a temporary folder, and uploads them; `engine.json`, which is last, completes it.
-            hf_path: a folder or URL; the model is written there, too, as `save_hf` does, and in the background like the
-                checkpoint.
+            hf_path: a folder or URL outside of `path`; the model is written there, too, as `save_hf` does, and in the
+                background like the checkpoint.
 
         Raises:
+            ValueError: `hf_path` is `path` or within it.
             OSError: `path` exists or a write failed; raised on every rank. A partial folder is removed; a URL keeps
                 the files that were uploaded.
         """
+        if hf_path is not None and f"{absolute(hf_path)}/".startswith(f"{absolute(path)}/"):
+            raise ValueError(f"hf_path must be outside of the new folder {path}, got {hf_path}; use a folder beside it")
         self._saver.finish()  # before its state is copied, so that at most one copy exists
         lora = self.model_config.lora
         progress = Progress(
