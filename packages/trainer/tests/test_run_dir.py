@@ -3,6 +3,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import time
 from datetime import date
@@ -145,6 +146,24 @@ def test_resume_rejects_other_training_data(tmp_path):
         run.check_data(_rows("a", "c", "c", tokens=((1,), (2,), (3,))))
     (run.path / "data.json").unlink()  # of an earlier version
     run.check_data(_rows("a", "d"))
+
+
+def test_resume_on_a_full_disk_keeps_the_files_of_the_run(tmp_path):
+    config = _config(tmp_path, "trainer.name=a")
+    run = _open(config, "x", resume=False)
+    run.check_data(_rows("a", "b"))
+    _begin(run)
+    before = run.config.read_bytes(), (run.path / "data.json").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit, work in ((100, lambda: _open(config, "x", resume=True)), (10, lambda: run.check_data(_rows("a", "b")))):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # writing more fails as on a full disk
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                work()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (run.config.read_bytes(), (run.path / "data.json").read_bytes()) == before
+    assert _open(load_config(run.config), "config", resume=True).path == run.path
 
 
 def test_resume_without_a_name_uses_the_newest_run_of_the_stem(tmp_path):

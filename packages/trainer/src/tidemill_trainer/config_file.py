@@ -199,8 +199,13 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write the whole config, so that `read_config(type(config), path)` returns an equal one."""
-    path.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
+    """Write the whole config, so that `read_config(type(config), path)` returns an equal one.
+
+    An older file remains until the new one is complete: on a full disk, a run must keep its configuration.
+    """
+    partial = path.with_suffix(".partial")
+    partial.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
+    partial.replace(path)
 
 
 def is_sft_config(path: Path) -> bool:
