@@ -150,6 +150,17 @@ def test_metric_name_with_other_characters_is_logged(name, run, progress):
     assert READERS[name](run)[names[name], 1] == [0.5]
 
 
+def test_data_source_that_is_an_address_or_a_path_is_logged(name, run, progress):
+    with open_loggers(config(name), run, progress):
+        for step in (1, 2):
+            run.append_metrics(
+                {"step": step, "phase": "rl", "episode/https://x/y/seconds/mean": 0.5, "episode//data/./a/status/ok": 2}
+            )
+    logged = {tuple(key): values for key, values in READERS[name](run).items()}
+    assert sorted(step for _, step in logged) == [1, 1, 2, 2]
+    assert sorted(value for [value] in logged.values()) == [0.5, 0.5, 2, 2]
+
+
 def test_steps_of_the_warm_up_do_not_mix_with_steps_of_reinforcement_learning(name, run, progress):
     with open_loggers(config(name), run, progress):
         for step in (1, 2):

@@ -1,6 +1,7 @@
 """MLflow, with the server or store of `MLFLOW_TRACKING_URI`."""
 
 import os
+import posixpath
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -49,8 +50,8 @@ class MLflowLogger:
 
 
 def _name(name: str) -> str:
-    """Replace the characters that MLflow does not allow; "@" as verl does."""
-    return _INVALID.sub("_", name.replace("@", "_at_"))
+    """Replace the characters that MLflow does not allow, "@" as verl does, and parts that a path would not have."""
+    return posixpath.normpath(_INVALID.sub("_", name.replace("@", "_at_")))
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
