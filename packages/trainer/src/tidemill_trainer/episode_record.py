@@ -6,9 +6,22 @@ import torch
 from tidemill_dataproto import DataProto
 from transformers import PreTrainedTokenizerBase
 
-from tidemill_trainer.rollout.episode_task import EpisodeSummary
+from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary
 
 _VALUES = ("response_mask", "rollout_log_probs", "old_log_probs", "advantages")
+
+
+def shown_records(episodes: Episodes, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the records of the episodes of a step that are shown.
+
+    Args:
+        episodes: all episodes of the step.
+        batch: rows of those that were trained; see `episode_record`.
+        tokenizer: tokenizer that decodes the tokens.
+    """
+    dropped, others = episodes.dropped, episodes.dropped_rows
+    shown = [summary for summary in episodes.summaries if summary.task.is_shown]
+    return [episode_record(each, others if each.task.number in dropped else batch, tokenizer) for each in shown]
 
 
 def episode_record(

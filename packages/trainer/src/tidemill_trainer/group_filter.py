@@ -82,27 +82,37 @@ class GroupFilter:
 
 
 def without(episodes: Episodes, dropped: Mapping[int, str]) -> Episodes:
-    """Remove the rows of some episodes.
+    """Remove the rows of some episodes; those of shown episodes become `dropped_rows`.
 
     Args:
         dropped: the reasons by number.
     """
-    rows = episodes.rows
+    rows, others = episodes.rows, episodes.dropped_rows
     if rows is not None:
         numbers = rows["episode"]
-        rows = rows[torch.isin(numbers, torch.tensor([*dropped], dtype=numbers.dtype), invert=True)]
-    return replace(episodes, rows=rows, dropped={**episodes.dropped, **dropped})
+        shown = [each.task.number for each in episodes.summaries if each.task.is_shown and each.task.number in dropped]
+        is_dropped, is_shown = (
+            torch.isin(numbers, torch.tensor([*some], dtype=numbers.dtype)) for some in (dropped, shown)
+        )
+        others = _concat([others, rows[is_shown] if bool(is_shown.any()) else None])
+        rows = rows[~is_dropped]
+    return replace(episodes, rows=rows, dropped={**episodes.dropped, **dropped}, dropped_rows=others)
 
 
 def joined(rounds: Sequence[Episodes]) -> Episodes:
     """Join the episodes of several rounds of generation, whose numbers ascend."""
-    rows = [each.rows for each in rounds if each.rows is not None]
     return Episodes(
-        rows=DataProto.concat(rows) if rows else None,
+        rows=_concat([each.rows for each in rounds]),
         summaries=[summary for each in rounds for summary in each.summaries],
         num_generated=sum(each.num_generated for each in rounds),
         num_lost=sum(each.num_lost for each in rounds),
         num_restarts=sum(each.num_restarts for each in rounds),
         dropped={number: reason for each in rounds for number, reason in each.dropped.items()},
         baselines=[summary for each in rounds for summary in each.baselines],
+        dropped_rows=_concat([each.dropped_rows for each in rounds]),
     )
+
+
+def _concat(batches: Sequence[DataProto | None]) -> DataProto | None:
+    known = [batch for batch in batches if batch is not None]
+    return DataProto.concat(known) if known else None

@@ -8,7 +8,7 @@ from tidemill_trainer.checkpoints import Checkpoints
 from tidemill_trainer.cluster import Cluster
 from tidemill_trainer.config import Config
 from tidemill_trainer.data import with_responses
-from tidemill_trainer.episode_record import episode_record
+from tidemill_trainer.episode_record import shown_records
 from tidemill_trainer.episode_scores import add_scores
 from tidemill_trainer.inputs import Inputs
 from tidemill_trainer.learner import Learner
@@ -211,8 +211,7 @@ class Trainer:
             "perf/throughput": metrics["perf/total_num_tokens"] / seconds / num_workers,
         }
         self._run.append_metrics({"step": step, "phase": "rl"} | metrics)
-        shown = [summary for summary in trained.episodes.summaries if summary.task.is_shown]
-        records = [episode_record(summary, trained.batch, self._tokenizer) for summary in shown]
+        records = shown_records(trained.episodes, trained.batch, self._tokenizer)
         self._run.append_rollouts([{"step": step, **record} for record in records])
         self._progress.step("rl", metrics | {"step": step}, metrics.get("val/accuracy"))
 

@@ -105,6 +105,7 @@ class Episodes:
         num_restarts: workers that died or were blocked, and were replaced.
         dropped: why trainable episodes have no rows, by number.
         baselines: one greedy episode per problem, with negative numbers, for estimators that compare with it.
+        dropped_rows: rows of the episodes in `dropped` that are shown; None without one.
     """
 
     rows: DataProto | None
@@ -114,3 +115,4 @@ class Episodes:
     num_restarts: int
     dropped: Mapping[int, str] = field(default_factory=dict)
     baselines: Sequence[EpisodeSummary] = ()
+    dropped_rows: DataProto | None = None
