@@ -63,6 +63,15 @@ def test_demo_does_not_write_into_an_existing_run(tmp_path, capfd, monkeypatch):
     assert list((tmp_path / "old").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["20261129", "true", "über 🌊"])
+def test_demo_takes_a_name_that_would_be_another_value_in_toml(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    names = []
+    monkeypatch.setattr("tidemill_trainer.run._run", lambda config, *_: names.append(config.trainer.name) or 0)
+    assert main(["demo", f"trainer.run_dir={tmp_path}", f'trainer.name="{name}"']) == 0
+    assert names == [name]
+
+
 def test_demo_reports_a_folder_it_cannot_create(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     (tmp_path / "file").touch()

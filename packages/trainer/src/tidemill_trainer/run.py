@@ -57,7 +57,8 @@ def demo(task: str, config_path: Path, overrides: Sequence[str]) -> int:
             raise ConfigError(f"the folder {folder} exists already; choose another trainer.name") from None
         try:
             assets = _make_assets(task, folder / "assets", config.trainer.seed, progress)
-            config = read_config(kind, config_path, [*assets, *overrides, f"trainer.name={name}"])
+            named = [] if config.trainer.name else [f"trainer.name={name}"]
+            config = read_config(kind, config_path, [*assets, *overrides, *named])
         except BaseException:  # including Ctrl-C: an incomplete folder would block the next attempt
             shutil.rmtree(folder, ignore_errors=True)
             raise
