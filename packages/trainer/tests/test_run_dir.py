@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import time
 from datetime import date
@@ -236,6 +237,14 @@ def test_message_of_a_stopped_run_explains_how_to_continue(tmp_path):
     assert re.search(r"1 and saves no checkpoint \(.*save_freq=-1\)", run.how_to_continue("train", saves=False))
     _begin(run)
     assert f"step 1 with: tidemill train {run.config} --resume" in run.how_to_continue("train", saves=True)
+
+
+def test_command_that_continues_a_run_can_be_pasted_into_a_shell(tmp_path):
+    config = _config(tmp_path / "my runs", "trainer.name=it's (1)")
+    run = _open(config, "x", resume=False)
+    _begin(run)
+    command = run.how_to_continue("train", saves=True).partition(" with: ")[2]
+    assert shlex.split(command) == ["tidemill", "train", str(run.config), "--resume"]
 
 
 def _hold(config, opened):

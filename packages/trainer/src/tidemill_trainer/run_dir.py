@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 import time
 import uuid
@@ -115,7 +116,7 @@ class RunDir:
             return f"The run in {self.path} stopped. {error}"
         done = max((row["step"] for row in self.read_metrics()), default=0)
         text = f"The run in {self.path} stopped after step {done}"
-        again = f"tidemill {command} {self.config}"
+        again = f"tidemill {command} {shlex.quote(str(self.config))}"
         if saved is not None:
             return f"{text}. Continue from the checkpoint of step {saved} with: {again} --resume"
         if self.has_data() and not saves:
