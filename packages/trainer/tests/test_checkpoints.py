@@ -111,6 +111,13 @@ def test_removal_takes_no_run_with_a_similar_name():
         assert not sizes(runs[1].path(1))
 
 
+def test_removal_leaves_no_folder_in_a_run_whose_name_is_a_pattern(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "lr[1]", max_to_keep=1)
+    for step in (1, 2, 3):
+        checkpoints.save(step, _fill(str(step)))
+    assert sorted(path.name for path in (tmp_path / "lr[1]").iterdir()) == ["step_000003"]
+
+
 def test_store_that_does_not_answer_is_named():
     checkpoints = Checkpoints("gs://tests/runs", max_to_keep=1)
     cause = "could not read gs://tests/runs: ImportError: Please install gcsfs to access Google Storage"

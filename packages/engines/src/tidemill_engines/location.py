@@ -1,6 +1,7 @@
 """Where checkpoints are: folders, or fsspec URLs such as s3://bucket/folder."""
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from glob import has_magic
@@ -154,7 +155,9 @@ def remove(location: str, *, first: str) -> None:
         system = file_system(location)
         if system.exists(f"{location}/{first}"):
             system.rm_file(f"{location}/{first}")
-        if has_magic(location):  # `rm` would remove all folders that match it
+        if not is_url(location):
+            shutil.rmtree(location)
+        elif has_magic(location):  # `rm` would remove all folders that match it
             for file in system.find(location):
                 system.rm_file(file)
         else:
