@@ -102,12 +102,12 @@ def read_wandb(run):
     return points
 
 
-def read_mlflow(run):
+def read_mlflow(run, name="mine"):
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    [found] = client.search_runs([client.get_experiment_by_name("tidemill").experiment_id])
-    assert found.info.run_name == "mine"
+    all_runs = client.search_runs([client.get_experiment_by_name("tidemill").experiment_id])
+    [found] = [each for each in all_runs if each.info.run_name == name]
     return defaultdict(
         list,
         {
@@ -184,6 +184,23 @@ def test_resumed_run_continues_without_logging_a_step_twice(name, run, progress)
             run.append_metrics({"step": step, "phase": "rl", "x": float(step)})
     points = READERS[name](run)
     assert {step: values for (_, step), values in points.items()} == {1: [1.0], 2: [2.0], 3: [3.0], 4: [4.0]}
+
+
+def test_copy_of_a_run_has_a_run_of_its_own_in_each_logger(name, run, progress):
+    with open_loggers(config(name), run, progress):
+        run.append_metrics({"step": 1, "phase": "rl", "x": 1.0})
+    save_checkpoint(run, 1)
+    copy = RunDir(run.path.with_name("copy"))
+    shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("wandb"))
+    wait_for_the_next_second()
+    with open_loggers(config(name), copy, progress):
+        copy.append_metrics({"step": 2, "phase": "rl", "x": 2.0})
+    points = READERS[name](copy, "copy") if name == "mlflow" else READERS[name](copy)
+    assert {step: values for (_, step), values in points.items()} == {1: [1.0], 2: [2.0]}
+    original = READERS[name](run)
+    assert {step: values for (_, step), values in original.items()} == {1: [1.0]}
+    ids = [json.loads((each.path / "loggers" / f"{name}.json").read_text())["run_id"] for each in (run, copy)]
+    assert ids[0] != ids[1]
 
 
 def test_logger_that_is_added_on_resume_receives_the_earlier_steps(name, run, progress):

@@ -38,6 +38,8 @@ FACTORIES: dict[str, Callable[[Experiment], Logger]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
+_IN_FOLDER = ("tensorboard",)
+"""Loggers whose metrics are in the folder of the run, so that a copy of it has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +70,13 @@ class _Forwarder:
     def __init__(self, name: str, run: RunDir, config: RunConfig) -> None:
         self._file = run.path / "loggers" / f"{name}.json"
         state = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        self._name = run.path.name
+        if name not in _IN_FOLDER and state.get("name", self._name) != self._name:  # of a run that was copied
+            state = {}
         self._last: dict[str, int] = state.get("last", {})
         experiment = Experiment(
             project=config.trainer.project_name,
-            name=run.path.name,
+            name=self._name,
             folder=run.path.absolute(),
             config=config_to_dict(config),
             run_id=state.get("run_id"),
@@ -90,7 +95,8 @@ class _Forwarder:
     def _save(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps({"run_id": self.logger.run_id, "last": self._last}))
+        state = {"name": self._name, "run_id": self.logger.run_id, "last": self._last}
+        partial.write_text(json.dumps(state))
         partial.replace(self._file)
 
 
