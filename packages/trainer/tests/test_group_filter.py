@@ -2,7 +2,7 @@ import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
 from tidemill_rollout import Outcome, Problem
-from tidemill_trainer.group_filter import GroupFilter, joined
+from tidemill_trainer.group_filter import GroupFilter, joined, without
 from tidemill_trainer.rollout.episode_task import Episodes, EpisodeSummary, EpisodeTask
 
 FAILED = "failed"
@@ -67,4 +67,10 @@ def test_metric_selects_accuracy_or_reward(metric, kept):
     summaries = [EpisodeSummary(task=task, outcome=outcome) for task, outcome in zip(tasks, outcomes, strict=True)]
     batch = Episodes(rows=episodes([1, 1]).rows, summaries=summaries, num_generated=2, num_lost=0, num_restarts=0)
     result = GroupFilter(num_groups=1, group_size=2, metric=metric).apply(batch)
-    assert result.rows["episode"].tolist() == kept
+    assert ([] if result.rows is None else result.rows["episode"].tolist()) == kept
+
+
+def test_episodes_that_are_all_dropped_have_no_rows():
+    batch = episodes([1, 0], [FAILED, 1])
+    assert without(batch, dict.fromkeys([0, 1, 3], "no baseline")).rows is None
+    assert without(batch, dict.fromkeys([0, 3], "no baseline")).rows["episode"].tolist() == [1]

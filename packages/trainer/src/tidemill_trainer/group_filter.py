@@ -95,7 +95,7 @@ def without(episodes: Episodes, dropped: Mapping[int, str]) -> Episodes:
             torch.isin(numbers, torch.tensor([*some], dtype=numbers.dtype)) for some in (dropped, shown)
         )
         others = _concat([others, rows[is_shown] if bool(is_shown.any()) else None])
-        rows = rows[~is_dropped]
+        rows = None if bool(is_dropped.all()) else rows[~is_dropped]
     return replace(episodes, rows=rows, dropped={**episodes.dropped, **dropped}, dropped_rows=others)
 
 
