@@ -210,6 +210,21 @@ def test_tied_head_loads_under_either_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_another_head_beside_tied_embeddings_is_refused(tmp_path, monkeypatch, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    monkeypatch.delenv("RANK", raising=False)
+    path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    same = changed(path, tmp_path / "same", lambda t: t.update({"lm_head.weight": embedding.clone()}))
+    build_engine(same, backend=backend).close()
+    other = changed(path, tmp_path / "other", lambda t: t.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight differ in .*other, but its"):
+        build_engine(other, backend=backend)
+    build_engine(other, backend=backend, model_type="value_model").close()  # it has no head
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
 def test_rotary_frequencies_in_old_checkpoints_are_ignored(tmp_path, monkeypatch, backend):
     if backend == "megatron":
         pytest.importorskip("megatron.core")

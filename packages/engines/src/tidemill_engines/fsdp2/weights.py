@@ -58,7 +58,8 @@ def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles
     Weights that `layout` lacks become zero.
 
     Raises:
-        ValueError: a file is damaged, or the model class does not recompute a buffer that checkpoints leave out.
+        ValueError: a file is damaged, tied tensors differ in the checkpoint, or the model class does not recompute a
+            buffer that checkpoints leave out.
     """
     for name, weight in named_weights(model):
         local, start = local_box(weight)
@@ -73,6 +74,10 @@ def load_weights(model: PreTrainedModel, layout: Layout, files: SafetensorsFiles
             values = files.read(piece.name, region)
             target = local[box]
             target.copy_(values.view(target.shape))
+    for alias, name in tied_aliases(model).items():
+        local, start = local_box(model.get_parameter(name))
+        if local.numel():
+            files.check_tied(name, alias, tuple(slice(a, a + n) for a, n in zip(start, local.shape, strict=True)))
     compute_buffers(model)
 
 

@@ -95,6 +95,21 @@ class SafetensorsFiles:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"could not read {name} from {self._folder / self._where[name]}: {error}") from error
 
+    def check_tied(self, name: str, alias: str, region: tuple[slice, ...]) -> None:
+        """Check that a tied tensor has the same values in `region` under both names, if the checkpoint has both.
+
+        Raises:
+            ValueError: it does not; transformers would not tie them.
+        """
+        if not {name, alias} <= self._shapes.keys():
+            return
+        is_same = self._shapes[name] == self._shapes[alias]
+        if not is_same or bool((self.read(name, region) != self.read(alias, region)).any()):
+            raise ValueError(
+                f"{alias} and {name} differ in {self._folder}, but its config.json ties them; set tie_word_embeddings "
+                f"to false there, or remove {alias}"
+            )
+
     def close(self) -> None:
         files, self._files = self._files, {}
         for file in files.values():

@@ -74,7 +74,8 @@ class MegatronWeights:
             unused: tensors of the checkpoint that the model does not have.
 
         Raises:
-            ValueError: a tensor is missing in the checkpoint, unknown to the model, or has another shape.
+            ValueError: a tensor is missing in the checkpoint, unknown to the model, or has another shape, or tied
+                embeddings differ.
         """
         wanted = {name for part in self._parts for name, _ in part}
         missing = wanted - files.shapes.keys() - set(new)
@@ -100,6 +101,8 @@ class MegatronWeights:
                     raise ValueError(
                         f"{block.name} must have the shape {block.global_shape} that config.json implies, got {shape}"
                     )
+                if self._is_tied and block.name == "model.embed_tokens.weight":
+                    files.check_tied(block.name, "lm_head.weight", block.region)
                 end = block.row + block.shape[0]
                 parameter[block.row : end].copy_(files.read(block.name, block.region))
             parameter[end:].zero_()  # the vocabulary is padded after its last row
