@@ -66,6 +66,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "rank", self.rank, low=1)
+        check_positive(self, "alpha", self.alpha)
         check_range(self, "dropout", self.dropout, low=0.0, high=1.0)
         check_names(self, "target_modules", self.target_modules)
         if not self.target_modules:
