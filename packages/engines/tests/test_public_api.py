@@ -150,6 +150,7 @@ def test_base_engine_is_abstract():
         (lambda: OptimizerConfig(nonfinite="ignore"), "nonfinite must be one of skip, raise"),
         (lambda: ParamGroup(pattern="x", lr_ratio=-1.0), "lr_ratio must be at least 0"),
         (lambda: ParamGroup(pattern="x", weight_decay=-1.0), "weight_decay must be at least 0"),
+        (lambda: OptimizerConfig(clip_grad=0), "clip_grad must be above 0; got 0"),
         (lambda: LoraConfig(rank=0), "rank must be at least 1"),
         (lambda: LoraConfig(alpha=float("nan")), "LoraConfig.alpha must be above 0; got nan"),
         (lambda: LoraConfig(alpha=0), "LoraConfig.alpha must be above 0; got 0"),

@@ -157,7 +157,7 @@ class OptimizerConfig:
         weight_decay: weight decay of all parameters that the next two fields do not exempt.
         decay_norms_and_biases: False exempts parameters with fewer than two dimensions and parameters named `bias`.
         param_groups: settings by parameter name; the first matching pattern applies.
-        clip_grad: maximum global gradient norm; `inf` disables clipping.
+        clip_grad: maximum global gradient norm, above 0; `inf` disables clipping.
         nonfinite: policy for a gradient with an infinite or NaN element: "skip" skips the step and counts it; "raise"
             raises a RuntimeError on every rank that names a rank and a parameter. Neither changes weights or optimizer.
         lr_scheduler: learning-rate schedule after the warm-up.
@@ -191,7 +191,7 @@ class OptimizerConfig:
         check_range(self, "lr", self.lr, low=0.0)
         check_range(self, "eps", self.eps, low=0.0)
         check_range(self, "weight_decay", self.weight_decay, low=0.0)
-        check_range(self, "clip_grad", self.clip_grad, low=0.0)
+        check_positive(self, "clip_grad", self.clip_grad)
         check_range(self, "lr_warmup_steps", self.lr_warmup_steps, low=0)
         check_range(self, "min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
         for beta in self.betas:
