@@ -175,6 +175,16 @@ class TestKernel:
             total[:7] += wanted[0][1] + wanted[1][1]
             assert torch.equal(checksums.cpu(), total)
 
+    def test_kernel_is_loaded_once(self, monkeypatch):
+        from tidemill_weight_update.copy import cuda
+
+        runs, run_kernel = [], cuda.CudaCopier.run
+        monkeypatch.setattr(cuda.CudaCopier, "run", lambda *args: runs.append(run_kernel(*args)))
+        cuda.load_kernel.cache_clear()
+        for _ in range(2):
+            cuda.load_kernel(DEVICE)
+        assert len(runs) == 1
+
     def test_invalid_arguments_are_refused(self):
         from tidemill_weight_update.copy.cuda import CudaCopier
 

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import torch
 from stock_engine import StockToyEngine
 from tidemill_weight_update import WeightUpdater
 from tidemill_weight_update.control.mailbox import COPIED, MIXED
@@ -364,4 +365,26 @@ def test_in_flight_mode_determines_pause_load_and_resume(in_flight, calls):
     updater = WeightUpdater([engine], in_flight=in_flight)
     updater.update(tensors().items(), 1)
     assert engine.calls == calls
+    updater.close()
+
+
+def test_kernel_that_cannot_be_loaded_is_reported_and_the_engine_keeps_its_weights(monkeypatch):
+    """For example because Triton finds no C compiler."""
+    cuda = pytest.importorskip("tidemill_weight_update.copy.cuda")
+
+    class OnGpu(Receiver):
+        def handle(self, request):
+            self.device = torch.device("cuda")
+            super().handle(request)
+
+    def load_kernel(device):
+        raise RuntimeError("failed to find C compiler")
+
+    monkeypatch.setattr(cuda, "load_kernel", load_kernel)
+    engine = ToyEngine(2, receiver=OnGpu)
+    before = state(engine)
+    updater = WeightUpdater([engine])
+    with pytest.raises(RuntimeError, match="RuntimeError: failed to find C compiler"):
+        updater.update(tensors(1).items(), 1)
+    assert same(state(engine), before)
     updater.close()

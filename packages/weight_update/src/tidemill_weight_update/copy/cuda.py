@@ -8,7 +8,7 @@ tensor's by one atomic operation.
 
 import contextlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -103,8 +103,9 @@ class CudaCopier:
         ]
 
 
+@cache
 def load_kernel(device: torch.device) -> None:
-    """Copy 16 bytes, so that later copies do not wait 0.4 s for the first kernel of a process."""
+    """Copy 16 bytes, once in a process, so that later copies do not wait 0.4 s for its first kernel."""
     dtype, box = torch.bfloat16, Box.whole((8,))
     copy, shard = Copy("", box, "", 0, (1,), dtype), Shard(box, 0, 0, (1,))
     tables = build_tables([copy], [SourceSpec("", box.shape, dtype)], {"": [shard]}, ("",))

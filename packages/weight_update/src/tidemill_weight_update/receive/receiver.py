@@ -46,10 +46,6 @@ class Receiver(PlanCache):
         self._link: LinkStore | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._last_updater = ""
-        if self.device.type == "cuda":  # while the trainer writes its declaration
-            from tidemill_weight_update.copy.cuda import load_kernel
-
-            load_kernel(self.device)
 
     def handle(self, request: Request) -> None:
         """Process one update. Errors are reported to the trainer instead of raised: an exception would crash the

@@ -139,7 +139,11 @@ class UpdateSession:
     def _run(self) -> None:
         self.peers.report(ATTACHED)
         with self._stages("wait"):
-            if self._receiver.device.type == "cuda":  # a paused SGLang may still compute a token on another stream
+            if self._receiver.device.type == "cuda":
+                from tidemill_weight_update.copy.cuda import load_kernel
+
+                load_kernel(self._receiver.device)  # while the trainer writes its declaration
+                # A paused SGLang may still compute a token on another stream.
                 torch.cuda.synchronize(self._receiver.device)
             numbers = [self._wait_until_open(box) for box in self._boxes]
         with self._stages("declaration"):
