@@ -230,8 +230,9 @@ class EngineConfig:
             value of common GPUs.
         max_token_len_per_gpu: maximum tokens (prompt and response, without padding) of a micro-batch on each of the
             ranks that share the tokens of a row; a row of more than `max_tokens` is rejected.
-        micro_batch_size_per_gpu: rows per micro-batch; rejected if they exceed `max_token_len_per_gpu`. None balances
-            micro-batches by tokens, except with FSDP2 and another `ModelConfig.attn_implementation` than "varlen".
+        micro_batch_size_per_gpu: rows per micro-batch; rejected if they exceed `max_token_len_per_gpu`. None makes
+            micro-batches of about the same work, except with FSDP2 and another `ModelConfig.attn_implementation` than
+            "varlen".
         timeout_s: timeout of collectives, in seconds.
 
     Raises:

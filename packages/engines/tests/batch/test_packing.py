@@ -1,9 +1,12 @@
 """Packing and micro-batches, without a process group."""
 
+from functools import partial
+
 import pytest
 import torch
 from engine_cases import make_batch
 from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto.balance import quadratic_workload
 from tidemill_engines.batch.micro_batches import prepare_micro_batches, restore_order
 from tidemill_engines.batch.packing import pack_rows
 
@@ -45,6 +48,22 @@ def test_micro_batches_contain_each_row_once_and_restore_order(settings, num_row
         restored = restore_order([ragged.values(part["responses"]) for part in some], rows, batch["responses"])
         assert torch.equal(ragged.values(restored), ragged.values(batch["responses"]))
         assert torch.equal(ragged.lengths(restored), ragged.lengths(batch["responses"]))
+
+
+def test_micro_batches_have_about_the_same_work_and_the_most_comes_first():
+    lengths = [40, 30, *[10] * 11]  # of equal tokens, but the attention of the long rows needs more
+    batch = DataProto.from_dict({"input_ids": ragged.ragged(torch.zeros(180, dtype=torch.int64), lengths)})
+    work = partial(quadratic_workload, hidden_size=2)
+
+    def spread(indices: list[list[int]]) -> int:
+        totals = [int(work([lengths[row] for row in rows]).sum()) for rows in indices]
+        assert totals == sorted(totals, reverse=True)
+        return max(totals) - min(totals)
+
+    _, balanced = prepare_micro_batches(batch, max_token_len=80, workload=work)
+    _, by_tokens = prepare_micro_batches(batch, max_token_len=80)
+    assert len(balanced) == len(by_tokens) == 3
+    assert spread(balanced) < spread(sorted(by_tokens, key=lambda rows: -int(work([lengths[r] for r in rows]).sum())))
 
 
 def test_too_few_micro_batches_are_rejected():

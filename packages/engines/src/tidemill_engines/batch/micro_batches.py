@@ -1,12 +1,14 @@
 """Split a batch into micro-batches, the same number on every rank, and restore the row order of their outputs."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from tidemill_dataproto import DataProto, ragged
-from tidemill_dataproto.dynamic_batch import count_micro_batches, rearrange_micro_batches
+from tidemill_dataproto.balance import quadratic_workload
+from tidemill_dataproto.dynamic_batch import Workload, count_micro_batches, rearrange_micro_batches
 
 from tidemill_engines.batch.check import BatchRules, TokenLimit, check_batch
 from tidemill_engines.batch.multi_modal import kinds_in
@@ -52,16 +54,22 @@ def num_micro_batches_needed(batch: DataProto, *, max_token_len: int, micro_batc
 
 
 def prepare_micro_batches(
-    batch: DataProto, *, max_token_len: int, micro_batch_size: int | None = None, num_micro_batches: int | None = None
+    batch: DataProto,
+    *,
+    max_token_len: int,
+    micro_batch_size: int | None = None,
+    num_micro_batches: int | None = None,
+    workload: Workload | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Split a batch into micro-batches, of `micro_batch_size` consecutive rows or else balanced by tokens.
+    """Split a batch into micro-batches, of `micro_batch_size` consecutive rows or else balanced, most work first.
 
     Args:
         batch: batch with the ragged column `input_ids`.
         max_token_len: maximum tokens per micro-batch; ignored with `micro_batch_size`.
-        micro_batch_size: rows per micro-batch; None balances by tokens.
+        micro_batch_size: rows per micro-batch; None balances them.
         num_micro_batches: number of micro-batches to return, some without rows if there are too few rows; None is the
             required number.
+        workload: work of each row, from the row lengths; None is the number of tokens.
 
     Returns:
         The micro-batches, and for each of them the indices of its rows in `batch`.
@@ -72,7 +80,7 @@ def prepare_micro_batches(
     needed = num_micro_batches_needed(batch, max_token_len=max_token_len, micro_batch_size=micro_batch_size)
     count = needed if num_micro_batches is None else num_micro_batches
     if micro_batch_size is None:
-        return rearrange_micro_batches(batch, max_token_len, num_micro_batches=count)
+        return rearrange_micro_batches(batch, max_token_len, num_micro_batches=count, workload=workload)
     if count < needed:
         raise ValueError(
             f"num_micro_batches must be at least {needed} for {len(batch)} rows in micro-batches of "
@@ -102,10 +110,14 @@ def plan_batch(
     *,
     data_parallel_rank: int,
     micro_batch_size: int | None,
+    hidden_size: int,
     with_loss: bool,
     multiple_of: int = 1,
 ) -> BatchPlan:
     """Check this rank's rows, agree with the other ranks on counts, and split the batch. Collective.
+
+    Micro-batches have about the same work, including that of attention, and each rank begins with those that have the
+    most: pipeline stages and data-parallel ranks, which wait for each other in each micro-batch, wait less.
 
     If a row of any rank has images or videos, `meta_info["vision_kinds"]` of every micro-batch lists them, because all
     ranks must compute the same layers.
@@ -113,6 +125,7 @@ def plan_batch(
     Args:
         group: gloo group of all ranks.
         data_parallel_rank: which part of the global batch `batch` is; ranks of the same part must have the same rows.
+        hidden_size: of the model, for `quadratic_workload`.
         multiple_of: divisor of the number of micro-batches.
 
     Raises:
@@ -139,6 +152,7 @@ def plan_batch(
         max_token_len=rules.limit.total,
         micro_batch_size=micro_batch_size,
         num_micro_batches=-(-needed // multiple_of) * multiple_of,
+        workload=partial(quadratic_workload, hidden_size=hidden_size),
     )
     if rules.vision is not None:
         for micro_batch in micro_batches:

@@ -78,6 +78,7 @@ class FSDP2LanguageModel(FSDP2Engine):
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu if self._packs_rows else 1,
+            hidden_size=int(self.model.config.get_text_config().hidden_size),
             with_loss=loss_fn is not None,
         )
         self.meter.count(plan.micro_batches)

@@ -53,6 +53,7 @@ class MegatronLanguageModel(MegatronEngine):
             ),
             data_parallel_rank=self.get_data_parallel_rank(),
             micro_batch_size=self.engine_config.micro_batch_size_per_gpu,
+            hidden_size=self.architecture.hidden_size,
             # The interleaved schedule requires a multiple of the number of stages.
             multiple_of=1
             if parallel.virtual_pipeline_model_parallel_size is None
