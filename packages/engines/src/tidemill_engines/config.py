@@ -272,6 +272,11 @@ class EngineConfig:
         return self.max_token_len_per_gpu * self.ranks_per_row
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that make training faster if the processes of all ranks start with them."""
+        return {}
+
+    @property
     def replays_routing(self) -> bool:
         """Whether the engine accepts and returns the column `routed_experts`."""
         return False

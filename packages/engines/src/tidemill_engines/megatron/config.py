@@ -153,6 +153,11 @@ class MegatronConfig(EngineConfig):
         return self.max_token_len_per_gpu * self.context_parallel_size
 
     @property
+    def environment(self) -> dict[str, str]:
+        # Tensor-parallel communication overlaps with kernels only if it starts before them.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tensor_model_parallel_size > 1 else {}
+
+    @property
     def replays_routing(self) -> bool:
         return self.router_replay
 
