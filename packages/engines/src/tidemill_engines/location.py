@@ -138,7 +138,7 @@ def write_text(file: str, text: str) -> None:
             file_system(file).pipe_file(file, text.encode())
             return
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(f"{file}.partial", "w") as stream:
+        with open(f"{file}.partial", "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 import tomli_w
 import torch
 from pydantic import TypeAdapter, ValidationError
-from tidemill_engines.location import absolute, is_url
+from tidemill_engines.location import absolute, is_url, write_text
 
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
@@ -203,9 +203,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 
     An older file remains until the new one is complete: on a full disk, a run must keep its configuration.
     """
-    partial = path.with_suffix(".partial")
-    partial.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
-    partial.replace(path)
+    write_text(str(path), tomli_w.dumps(config_to_dict(config)))
 
 
 def is_sft_config(path: Path) -> bool:

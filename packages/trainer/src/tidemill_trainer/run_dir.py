@@ -139,9 +139,7 @@ class RunDir:
                 f"there, {len(train)} now, hash {before['hash']} and {found['hash']}); restore the files in "
                 f"data.train_files, or choose another trainer.name to start a new run"
             )
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(found))
-        partial.replace(path)
+        write_text(str(path), json.dumps(found))
 
     def begin(self, warn: Callable[[str], None]) -> None:
         """Move the metrics of an attempt without a checkpoint to a folder of their own, and report it to `warn`."""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tidemill_engines.location import write_text
+
 from tidemill_trainer.config_file import ConfigError, config_to_dict
 from tidemill_trainer.loggers.contract import RL_AXIS, WARMUP_AXIS, Experiment, Logger
 from tidemill_trainer.progress import Progress
@@ -93,11 +95,8 @@ class _Forwarder:
         self._save()
 
     def _save(self) -> None:
-        self._file.parent.mkdir(exist_ok=True)
-        partial = self._file.with_suffix(".partial")
         state = {"name": self._name, "run_id": self.logger.run_id, "last": self._last}
-        partial.write_text(json.dumps(state))
-        partial.replace(self._file)
+        write_text(str(self._file), json.dumps(state))
 
 
 @contextmanager
