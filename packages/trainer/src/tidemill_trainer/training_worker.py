@@ -1,5 +1,6 @@
 """The base of the training workers: a Ray actor with one rank of each of some models."""
 
+import gc
 import os
 
 import ray
@@ -44,6 +45,8 @@ class TrainingWorker(Worker):
         self.register_dispatch_collect_info(
             MESH, dp_rank=engine.get_data_parallel_rank(), is_collect=engine.is_mp_src_rank_with_outputs()
         )
+        gc.collect()
+        gc.freeze()  # otherwise full collections visit all objects that the imports created, while other ranks wait
 
     def _trained(self) -> dict[str, BaseEngine]:
         """Return the engines that are trained, by the name of their folder in a checkpoint."""
