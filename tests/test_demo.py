@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def test_model_does_not_learn_from_shuffled_rewards(start, tmp_path):
-    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=60", "trainer.test_freq=60"]
+    common = ["demo", f"trainer.run_dir={tmp_path}", "trainer.total_steps=100", "trainer.test_freq=100"]
     accuracy = {}
     for name, flags in (("real", []), ("shuffled", ["--shuffle-rewards"])):
         command = start(*common, f"trainer.name={name}", *flags)
@@ -26,7 +26,7 @@ def test_model_does_not_learn_from_shuffled_rewards(start, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         tested = [(row["step"], row["val/accuracy"]) for row in rows if "val/accuracy" in row]
         accuracy[name] = tested[-1][1] - [value for step, value in tested if step == 0][-1]
-    assert accuracy["real"] > 0.1
+    assert accuracy["real"] > 0.2
     assert accuracy["shuffled"] < 0.05
 
 
