@@ -26,6 +26,7 @@ def test_training_workers_start_with_the_environment_of_their_engine(
     ray_cluster, config_file, tmp_path, progress, monkeypatch, of_user, expected
 ):
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)  # SGLang sets it where it starts an engine, as other tests do
     if of_user is not None:
         monkeypatch.setenv(name, of_user)
     config = load_config(config_file, ["engine.backend=megatron", "engine.tp=2", "actor.num_workers=2"])
