@@ -337,7 +337,7 @@ class Config(RunConfig):
         require(
             replayed <= self.rollout.response_length,
             f"rollout.response_lengths must be <= rollout.response_length={self.rollout.response_length}, got "
-            f"{replayed}; raise rollout.response_length",
+            f"{replayed}; raise rollout.response_length, or lower the lengths (--lengths of tidemill bench)",
         )
         require(
             longest <= cap,
