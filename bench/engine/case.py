@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from tidemill_engines import MegatronConfig
+
 WORDS = {
     "megatron": "the Megatron engine instead of FSDP2",
     "plain": "plain loop: transformers with torch SDPA, padded rows, logits of all tokens",
@@ -119,8 +121,7 @@ class Case:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables that the processes require at their start, in addition to `ENVIRONMENT`."""
-        # Tensor-parallel communication overlaps with kernels only if it starts before them.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.tp > 1 else {}
+        return MegatronConfig(tensor_model_parallel_size=self.tp).environment
 
 
 TOKENS = {"0.6b": 131072, "1.7b": 98304, "4b": 65536, "8b": 49152, "moe": 65536, "moe16": 65536, "tiny": 256}

@@ -101,6 +101,7 @@ def start_training(
     num_nodes: int,
     num_gpus: float,
     env_vars: Mapping[str, str],
+    defaults: Mapping[str, str],
 ) -> RayWorkerGroup:
     """Start a group of training workers.
 
@@ -112,7 +113,9 @@ def start_training(
         num_nodes: number of nodes with the same number of these processes each; it divides `num_workers`.
         num_gpus: GPUs that Ray reserves for each process.
         env_vars: environment variables of the workers.
+        defaults: further ones, unless the environment of this process has them.
     """
+    defaults = {"PYTORCH_ALLOC_CONF": _PINNED_BY_THREADS, **defaults}
     return RayWorkerGroup(
         RayResourcePool([num_workers // num_nodes] * num_nodes, distinct_nodes=True, num_gpus_per_worker=num_gpus),
         worker,
@@ -120,7 +123,7 @@ def start_training(
         env_vars={
             **env_vars,
             "OMP_NUM_THREADS": str(config.omp_num_threads),
-            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", _PINNED_BY_THREADS),
+            **{name: os.environ.get(name, value) for name, value in defaults.items()},
         },
         timeout_s=config.timeout_s,
         blocking=False,

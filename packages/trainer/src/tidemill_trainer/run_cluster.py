@@ -1,7 +1,6 @@
 """What the processes of every kind of run have in common: Ray, groups of training workers, and their end."""
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -103,7 +102,6 @@ class RunCluster(ABC, Generic[ConfigT]):
         self, name: str, worker: RayClassWithInitArgs, num_workers: int, num_gpus: float, env_vars: Mapping[str, str]
     ) -> None:
         """Start the group `name` of training workers, with `num_gpus` for each."""
-        environment = {name: os.environ.get(name, value) for name, value in self._config.engine.environment.items()}
         group = self.groups[name] = start_training(
             name,
             worker,
@@ -111,6 +109,7 @@ class RunCluster(ABC, Generic[ConfigT]):
             num_workers=num_workers,
             num_nodes=math.gcd(self._config.trainer.nnodes, num_workers),  # a role may have fewer processes
             num_gpus=num_gpus,
-            env_vars={**environment, **env_vars},
+            env_vars=env_vars,
+            defaults=self._config.engine.environment,
         )
         self._stack.callback(group.shutdown)
