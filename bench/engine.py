@@ -8,11 +8,11 @@
 
 A case is a list of the words below, joined with "+"; "base" is the empty list. Cases are separated by commas. A case
 applies to every model, "moe:megatron+ep4" to one. Rows have 512 to 8,192 tokens (--rows), log-uniform, one eighth
-prompt; weights are random. Each step draws new rows; after two steps for warm-up, five are measured, and a line has the
-median of their rates, with the lowest and the highest MFU. The work per GPU does not depend on the number of GPUs. MFU
-counts the operations that the model requires (tidemill_engines.throughput): no recomputation, no padding, and the head
-for response tokens only. A line is printed after each case, ratios at the end. If OUT is set, everything is also
-written to OUT/engine.json.
+prompt; weights are random. Each step draws new rows and divides them among the data-parallel ranks as tidemill-trainer
+does; after two steps for warm-up, five are measured, and a line has the median of their rates, with the lowest and the
+highest MFU. The work per GPU does not depend on the number of GPUs. MFU counts the operations that the model requires
+(tidemill_engines.throughput): no recomputation, no padding, and the head for response tokens only. A line is printed
+after each case, ratios at the end. If OUT is set, everything is also written to OUT/engine.json.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Training rows: seeded, with log-uniform lengths."""
 
 import torch
-from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto import DataProto, balance_rows, ragged
 
 SHORTEST, LONGEST = 512, 8192
 TINY_SHORTEST, TINY_LONGEST = 8, 64
@@ -17,6 +17,20 @@ def row_lengths(total: int, *, shortest: int, longest: int, seed: int) -> list[i
     return lengths
 
 
+def divide_rows(lengths: list[int], num_parts: int) -> list[list[int]]:
+    """Divide rows among data-parallel ranks as tidemill-trainer does: equal numbers of rows, about equal tokens."""
+    return [[lengths[row] for row in part] for part in balance_rows(lengths, num_parts).tensor_split(num_parts)]
+
+
+def count_outputs(lengths: list[int]) -> int:
+    """Count the response tokens of the rows of `make_batch`."""
+    return sum(length - _prompt_length(length) for length in lengths)
+
+
+def _prompt_length(length: int) -> int:
+    return max(length // 8, 1)
+
+
 def make_batch(
     lengths: list[int], vocab_size: int, *, seed: int, experts: tuple[int, int, int] | None = None
 ) -> DataProto:
@@ -28,7 +42,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(lengths)
     tokens = ragged.ragged(torch.randint(3, vocab_size, (int(counts.sum()),), generator=generator), counts)
-    _, responses = ragged.split_rows(tokens, (counts // 8).clamp(min=1))
+    _, responses = ragged.split_rows(tokens, torch.tensor([_prompt_length(length) for length in lengths]))
     mask = ragged.like(torch.ones(len(ragged.values(responses)), dtype=torch.int64), responses)
     columns = {"input_ids": tokens, "responses": responses, "response_mask": mask}
     if experts is not None:

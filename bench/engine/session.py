@@ -15,11 +15,21 @@ from tidemill_engines.throughput import known_peak_tflops, training_flops
 from weight_update.supervisor import SendMessage
 
 from engine.case import ENVIRONMENT, PATIENCE_S, Case, Effort
-from engine.data import LONGEST, SHORTEST, TINY_LONGEST, TINY_SHORTEST, make_batch, row_lengths, warm_up_rows
+from engine.data import (
+    LONGEST,
+    SHORTEST,
+    TINY_LONGEST,
+    TINY_SHORTEST,
+    count_outputs,
+    divide_rows,
+    make_batch,
+    row_lengths,
+    warm_up_rows,
+)
 from engine.head import compare_heads
 from engine.profile import profiled
 from engine.shapes import MODELS
-from engine.subject import Subject, count_outputs, make_subject, write_config
+from engine.subject import Subject, make_subject, write_config
 
 
 def run_rank(
@@ -74,7 +84,7 @@ def _measure(
     case: Case, subject: Subject, device: torch.device, effort: Effort, started: float, report: SendMessage
 ) -> dict[str, Any]:
     shortest, longest = effort.rows or ((TINY_SHORTEST, TINY_LONGEST) if case.model == "tiny" else (SHORTEST, LONGEST))
-    share = case.tokens * case.num_gpus // subject.num_parts  # constant work per GPU
+    total = case.tokens * case.num_gpus  # constant work per GPU
     vocab_size, experts = MODELS[case.model]["vocab_size"], None
     if "balanced" in case.words:
         experts = tuple(
@@ -82,12 +92,15 @@ def _measure(
         )
 
     def rows(step: int) -> list[int]:
-        return row_lengths(share, shortest=shortest, longest=longest, seed=0 if effort.repeats else step)
+        return row_lengths(total, shortest=shortest, longest=longest, seed=0 if effort.repeats else step)
 
-    few = warm_up_rows(rows(0), case.micro_tokens)
+    def own(lengths: list[int]) -> list[int]:
+        return divide_rows(lengths, subject.num_parts)[subject.part]
+
+    few = warm_up_rows(own(rows(0)), case.micro_tokens)
     warm_up = make_batch(few, vocab_size, seed=subject.part, experts=experts)
     first_s, _ = _step(subject, warm_up, device)
-    _step(subject, make_batch(rows(1), vocab_size, seed=subject.part, experts=experts), device)
+    _step(subject, make_batch(own(rows(1)), vocab_size, seed=subject.part, experts=experts), device)
     if effort.profile:
         report("text", profiled(lambda: _step(subject, warm_up, device), device))
     if device.type == "cuda":
@@ -96,10 +109,10 @@ def _measure(
     steps, loss, peak = [], 0.0, 0
     while len(steps) < effort.steps:
         lengths = rows(2 + len(steps))
-        batch = make_batch(lengths, vocab_size, seed=subject.part, experts=experts)
+        batch = make_batch(own(lengths), vocab_size, seed=subject.part, experts=experts)
         taken, loss = _step(subject, batch, device)
-        flops = training_flops(model, lengths, count_outputs(batch)).total * subject.num_parts
-        tokens, seconds = sum(lengths) * subject.num_parts, _largest(taken)
+        flops = training_flops(model, lengths, count_outputs(lengths)).total
+        tokens, seconds = sum(lengths), _largest(taken)
         tflops = flops / seconds / case.num_gpus / 1e12
         steps.append({"step_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "tflops": tflops})
         if device.type == "cuda":

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from tidemill_dataproto import DataProto, ragged
+from tidemill_dataproto import DataProto
 from tidemill_engines import EngineRegistry, FSDP2Config, MegatronConfig, ModelConfig, OptimizerConfig, sft_loss
 
 from engine.case import Case
@@ -190,8 +190,3 @@ class PlainLoop:
 
 def make_subject(case: Case, path: Path, device: torch.device) -> Subject:
     return PlainLoop(case, path, device) if "plain" in case.words else EngineSubject(case, path, device)
-
-
-def count_outputs(batch: DataProto) -> int:
-    """Count the response tokens of a batch."""
-    return int(ragged.lengths(batch["responses"]).sum())

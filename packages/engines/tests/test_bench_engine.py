@@ -42,7 +42,7 @@ def test_model_sizes_match_their_names():
 
 
 def test_row_lengths_match_the_case():
-    from engine.data import make_batch, row_lengths
+    from engine.data import count_outputs, divide_rows, make_batch, row_lengths
     from tidemill_dataproto import ragged
 
     lengths = row_lengths(65536, shortest=512, longest=8192, seed=0)
@@ -52,6 +52,12 @@ def test_row_lengths_match_the_case():
     batch = make_batch(lengths, 100, seed=0)
     assert ragged.lengths(batch["input_ids"]).tolist() == lengths
     assert ragged.lengths(batch["responses"]).tolist() == [length - length // 8 for length in lengths]
+    assert count_outputs(lengths) == ragged.lengths(batch["responses"]).sum()
+    assert divide_rows(lengths, 1) == [lengths]
+    parts = divide_rows(lengths, 4)
+    assert sorted(length for part in parts for length in part) == sorted(lengths)
+    assert len({tuple(part) for part in parts}) == 4
+    assert max(map(sum, parts)) < 1.1 * min(map(sum, parts))
 
 
 def test_balanced_routing_uses_experts_evenly():
