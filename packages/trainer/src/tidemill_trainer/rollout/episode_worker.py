@@ -82,7 +82,7 @@ class EpisodeWorker:
             tasks: the episodes.
             greedy: decode greedily, for validation.
         """
-        engine = _Counted(self._pool)
+        engine = _Counted(self._pool, greedy=greedy)
         policy = copy.copy(self._validation if greedy else self._training)
         policy.engine = engine
         lengths = () if greedy else self._config.rollout.response_lengths
@@ -176,13 +176,21 @@ def _name(engine: int) -> str:
 
 
 class _Counted:
-    """An engine that counts the tokens it returns."""
+    """An engine that counts the tokens it returns.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: the engine.
+        greedy: decode greedily, also where an agent sends the temperature of the training.
+    """
+
+    def __init__(self, engine: Engine, *, greedy: bool) -> None:
         self._engine = engine
+        self._greedy = greedy
         self._num_tokens = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, *, session_id: str) -> Generation:
+        if self._greedy:
+            sampling = replace(sampling, temperature=0.0)
         generation = await self._engine.generate(token_ids, sampling, session_id=session_id)
         self._num_tokens += len(generation.token_ids)
         return generation

@@ -1,0 +1,59 @@
+"""Episodes of a worker, in this process, with an engine that notes the requests."""
+
+import asyncio
+
+import pytest
+from tidemill_rollout import Generation, Problem
+from tidemill_trainer.cli import DEMO_CONFIG
+from tidemill_trainer.config_file import load_config
+from tidemill_trainer.rollout import episode_worker
+from tidemill_trainer.rollout.episode_task import EpisodeTask
+
+EPISODE = """
+async def episode(problem, session):
+    await session.generate(text=problem.prompt)
+    await session.generate(text=problem.prompt, temperature=1.0)
+    return 1.0
+"""
+
+
+class NotingPool:
+    """An engine that notes the sampling parameters of its requests."""
+
+    def __init__(self):
+        self.sampling = []
+
+    async def generate(self, token_ids, sampling, *, session_id):
+        self.sampling.append(sampling)
+        return Generation(token_ids=[5], log_probs=[-0.5], finish_reason="length", versions=[("0", 1)])
+
+    def forget(self, session_id): ...
+
+
+@pytest.fixture
+def sampling_of(assets, tmp_path, monkeypatch):
+    """`sampling_of("key=value", ..., greedy=False)`: the sampling parameters of the requests of an episode."""
+    monkeypatch.setattr(episode_worker, "join_run", lambda *_: None)
+    monkeypatch.setattr(episode_worker.gc, "freeze", lambda: None)
+    (tmp_path / "env.py").write_text(EPISODE)
+
+    def run(*overrides, greedy):
+        config = load_config(DEMO_CONFIG, [*assets, f"episode.function={tmp_path}/env.py:episode", *overrides])
+
+        async def solve():
+            worker = episode_worker.EpisodeWorker(0, [0], "")
+            worker._pool = NotingPool()
+            await worker.load(config)
+            tasks = [EpisodeTask(number=0, problem=Problem(prompt="1+1=", id="1-0"), seed=3)]
+            parts = [part async for part in worker.run(tasks, greedy=greedy)]
+            assert [each.outcome.status for part in parts for each in part.summaries] == ["ok"]
+            return worker._pool.sampling
+
+        return asyncio.run(solve())
+
+    return run
+
+
+@pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])
+def test_validation_is_greedy_although_an_agent_sends_the_temperature_of_the_training(sampling_of, greedy, temperature):
+    assert [each.temperature for each in sampling_of(greedy=greedy)] == [temperature] * 2
