@@ -6,6 +6,8 @@ import pytest
 from tidemill_rollout import Generation, Problem
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
+from tidemill_trainer.demo import chat
+from tidemill_trainer.demo.model import piece_tokenizer, write_model
 from tidemill_trainer.rollout import episode_worker
 from tidemill_trainer.rollout.episode_task import EpisodeTask
 
@@ -57,3 +59,18 @@ def sampling_of(assets, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])
 def test_validation_is_greedy_although_an_agent_sends_the_temperature_of_the_training(sampling_of, greedy, temperature):
     assert [each.temperature for each in sampling_of(greedy=greedy)] == [temperature] * 2
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_replies_end_at_the_end_tokens_of_tokenizer_and_chat_template(sampling_of, tmp_path, greedy):
+    special = (*chat.STARTS, chat.END)
+    tokenizer = piece_tokenizer("1+=", eos_token="<eos>", special_tokens=special, chat_template=chat.TEMPLATE)
+    write_model(tmp_path / "model", tokenizer, max_length=128, seed=0)
+    ends = sorted(tokenizer.convert_tokens_to_ids(["<eos>", chat.END]))
+    for sampling in sampling_of(f"model.path={tmp_path}/model", greedy=greedy):
+        assert sampling.extra == {"stop_token_ids": ends}
+
+
+def test_replies_of_a_model_without_chat_template_end_at_the_end_token_of_the_tokenizer(sampling_of, tokenizer):
+    for sampling in sampling_of(greedy=False):
+        assert sampling.extra == {"stop_token_ids": [tokenizer.eos_token_id]}

@@ -27,6 +27,7 @@ from tidemill_trainer.episodes import create_episode
 from tidemill_trainer.rollout.episode_task import EpisodePart, EpisodeSummary, EpisodeTask, Failure
 from tidemill_trainer.rollout.exchange import Mailbox, Request, Result
 from tidemill_trainer.rollout.rows import training_rows
+from tidemill_trainer.sft.example import end_of_reply
 from tidemill_trainer.stalls.member import join_run
 
 PART_INTERVAL_S = 1.0
@@ -64,7 +65,11 @@ class EpisodeWorker:
         if self._endpoint is None:
             self._endpoint = await Endpoint().__aenter__()
         training = session_config(config)
-        greedy = SamplingParams(max_tokens=training.sampling.max_tokens, temperature=0.0)
+        # The engines have no tokenizer, and end a reply at the tokens that the model's configuration names.
+        ends = {tokenizer.eos_token_id, *([end_of_reply(tokenizer)] if tokenizer.chat_template else [])}
+        sampling = replace(training.sampling, extra={"stop_token_ids": sorted(ends)})
+        training = replace(training, sampling=sampling)
+        greedy = SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, extra=sampling.extra)
         validation = replace(training, sampling=greedy, is_training=False)
         self._training = Policy(self._pool, tokenizer, training)
         self._validation = Policy(self._pool, tokenizer, validation)
