@@ -74,3 +74,10 @@ def test_replies_end_at_the_end_tokens_of_tokenizer_and_chat_template(sampling_o
 def test_replies_of_a_model_without_chat_template_end_at_the_end_token_of_the_tokenizer(sampling_of, tokenizer):
     for sampling in sampling_of(greedy=False):
         assert sampling.extra == {"stop_token_ids": [tokenizer.eos_token_id]}
+
+
+def test_sequences_leave_the_positions_of_the_model_free_that_sglang_cannot_use(sampling_of, tokenizer, tmp_path):
+    write_model(tmp_path / "model", tokenizer, max_length=128, seed=0)
+    sizes = ["data.max_prompt_length=8", "rollout.response_length=120"]
+    first, _ = sampling_of(f"model.path={tmp_path}/model", *sizes, greedy=False)
+    assert first.max_tokens == 128 - 6 - len(tokenizer.encode("1+1="))

@@ -32,6 +32,8 @@ from tidemill_trainer.stalls.member import join_run
 
 PART_INTERVAL_S = 1.0
 """Seconds between two parts of `EpisodeWorker.run`; a worker that returns none is blocked."""
+_UNUSED_POSITIONS = 6
+"""SGLang refuses prompts that leave no more of the model's positions free, also those of interrupted requests."""
 
 
 class EpisodeWorker:
@@ -68,14 +70,16 @@ class EpisodeWorker:
         # The engines have no tokenizer, and end a reply at the tokens that the model's configuration names.
         ends = {tokenizer.eos_token_id, *([end_of_reply(tokenizer)] if tokenizer.chat_template else [])}
         sampling = replace(training.sampling, extra={"stop_token_ids": sorted(ends)})
-        training = replace(training, sampling=sampling)
+        model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        text = model.get_text_config()
+        length, positions = training.context_length, getattr(text, "max_position_embeddings", None)
+        length = length if positions is None else min(length, positions - _UNUSED_POSITIONS)
+        training = replace(training, sampling=sampling, context_length=length)
         greedy = SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, extra=sampling.extra)
         validation = replace(training, sampling=greedy, is_training=False)
         self._training = Policy(self._pool, tokenizer, training)
         self._validation = Policy(self._pool, tokenizer, validation)
         if config.actor.router_replay.mode == "R3":
-            model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-            text = model.get_text_config()
             self._experts_shape = text.num_hidden_layers, text.num_experts_per_tok
         gc.collect()
         gc.freeze()  # otherwise each collection visits all objects that the imports created
