@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from decimal import Decimal
 
 import numpy as np
@@ -191,6 +192,36 @@ def test_context_limit_in_a_child_task_truncates_the_episode(scripted):
     result = run(scripted("x<|im_end|>", config=SessionConfig(context_length=20)), episode)
     assert result.outcome.status == "truncated"
     assert result.outcome.reason.startswith("length: ")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_error_after_a_limit_that_the_episode_has_handled_is_an_environment_error(scripted, is_async):
+    async def coroutine(problem, session):
+        with suppress(LimitError):
+            await session.generate(token_ids=[5] * 20)
+        raise ConnectionError("the judge does not reply")
+
+    def function(problem, session):
+        with suppress(LimitError):
+            session.generate(token_ids=[5] * 20)
+        raise ConnectionError("the judge does not reply")
+
+    policy = scripted("x<|im_end|>", config=SessionConfig(context_length=20))
+    outcome = run(policy, coroutine if is_async else function).outcome
+    assert outcome.status == "environment_error"
+    assert outcome.reason.startswith("ConnectionError: the judge does not reply")
+
+
+@pytest.mark.parametrize(("raised", "status"), [(ValueError, "truncated"), (ModelError, "model_error")])
+def test_error_that_is_raised_from_a_limit_is_truncated_unless_it_is_the_model_s(scripted, raised, status):
+    async def episode(problem, session):
+        try:
+            await session.generate(token_ids=[5] * 20)
+        except LimitError as error:
+            raise raised("no room") from error
+
+    policy = scripted("x<|im_end|>", config=SessionConfig(context_length=20))
+    assert run(policy, episode).outcome.status == status
 
 
 def test_partial_and_object_with_async_call_are_async_episodes(scripted):

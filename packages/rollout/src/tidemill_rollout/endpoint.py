@@ -151,7 +151,11 @@ class Endpoint:
             await asyncio.sleep(0)  # the tasks run up to the engine, so that a refused request gets an error status
             if not any(task.done() and task.exception() for task in tasks):
                 return _EventStream(_events(asked, session, tasks, request, names), tasks)
-        replies = await _replies(tasks, request)
+        try:
+            replies = await _replies(tasks, request)
+        except LimitError as error:
+            session.note_refusal(error)
+            raise
         return JSONResponse(completion(asked, replies, session.template.tokenizer, **names))
 
 

@@ -148,6 +148,8 @@ def _causes(error: BaseException) -> list[BaseException]:
         return [cause for member in error.exceptions for cause in _causes(member)]
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration | StopAsyncIteration):
         return [error.__cause__]  # Python replaces these where they leave a coroutine
+    if isinstance(error.__cause__, LimitError) and not isinstance(error, ModelError):
+        return [error.__cause__]  # raised `from` the limit
     return [error]
 
 

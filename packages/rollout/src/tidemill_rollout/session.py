@@ -94,7 +94,7 @@ class SessionState:
         running: requests that the engine has not answered.
         num_returned_tokens: tokens that the engine has returned.
         is_ended: whether the episode has ended.
-        limit: the limit that refused the last request; None if it was not refused.
+        limit: the limit that refused the last request of a client over HTTP; None if it was not refused.
         refusals: all limits that refused a request.
     """
 
@@ -150,9 +150,12 @@ class Session:
         return f"{key}:{quote(self._branch)}" if key and self._branch != "main" else key
 
     def limit_of(self, reason: str) -> LimitError | None:
-        """Return the limit that refused the last request, or the one that an error of a client names."""
-        named = (limit for limit in self._state.refusals if str(limit) in reason)
-        return self._state.limit or next(named, None)
+        """Return the limit that refused the last request of a client over HTTP, or the one that an error names."""
+        return self._state.limit or next((limit for limit in self._state.refusals if str(limit) in reason), None)
+
+    def note_refusal(self, limit: LimitError) -> None:
+        """Note that a client over HTTP receives this limit, whose own error may not name it."""
+        self._state.limit = limit
 
     @property
     def template(self) -> ChatTemplate:
@@ -210,15 +213,13 @@ class Session:
         try:
             changes["max_tokens"] = self._max_tokens(changes.get("max_tokens"), prompt)
         except LimitError as error:
-            state.limit = error
             state.refusals.append(error)
             raise
         state.limit = None
         number = state.num_requests
-        own = state.config.sampling
         if "seed" not in changes and state.seed is not None:
             changes["seed"] = request_seed(state.seed, number)
-        params = replace(own, **changes)
+        params = replace(state.config.sampling, **changes)
         state.num_requests += 1
         return await self._request(prompt, params, number)
 
