@@ -237,3 +237,18 @@ def test_closed_mailbox_opens_once_and_is_drained_when_all_requests_are_answered
         assert await tasks[2] == generation
 
     asyncio.run(run())
+
+
+def test_request_that_is_cancelled_before_the_engine_fetches_it_is_not_sent():
+    async def run():
+        mailbox = Mailbox("engine 0")
+        calls = [asyncio.create_task(mailbox.generate([n], SamplingParams(), session_id="s")) for n in range(3)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.wait({calls[1]})
+        new, _ = await mailbox.take()
+        for call in calls:
+            call.cancel()
+        return [request.token_ids for request in new]
+
+    assert asyncio.run(run()) == [[0], [2]]

@@ -82,8 +82,8 @@ class Mailbox:
         if self._failure is None:
             await self._has_mail.wait()
         self._has_mail.clear()
-        new, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
+        new, self._new = [request for request in self._new if request.id not in cancelled], []
         return new, cancelled
 
     def give(self, results: Sequence[Result]) -> None:
