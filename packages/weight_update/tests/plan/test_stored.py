@@ -1,6 +1,7 @@
 """Plans on disk: used again for an equal model only, and recorded again if the file is damaged."""
 
 import importlib
+import resource
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -128,6 +129,18 @@ def test_folder_that_cannot_be_written_is_logged(make, tmp_path, caplog):
     for _ in range(2):
         assert cover(make())[1]
     assert "cannot store the plan" in caplog.text
+
+
+def test_full_disk_is_logged_and_leaves_no_file(make, tmp_path, caplog):
+    model = make()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # longer files cannot be written
+    try:
+        assert cover(model)[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot store the plan" in caplog.text
+    assert list((tmp_path / "tidemill" / "plans").iterdir()) == []
 
 
 def test_plan_of_code_that_cannot_be_read_is_not_stored(make, tmp_path, caplog):

@@ -117,9 +117,10 @@ def _write(path: Path, plan: CopyPlan) -> None:
     text = pickle.dumps(plan)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-        os.replace(file.name, path)  # an engine that starts now reads a whole file or none
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder, path.name)
+            new.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            os.replace(new, path)  # an engine that starts now reads a whole file or none
     except OSError as error:
         logger.warning("cannot store the plan %s: %s", path, error)
 
