@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tidemill_weight_update.tensors import check_dense, checked_items, is_dtensor
+from tidemill_weight_update.tensors import ShardLike, check_dense, checked_items, is_dtensor
 
 _UNSUPPORTED = {
     "use_dora": False,
@@ -132,6 +132,11 @@ Pair = tuple[Tensor, Tensor]
 
 def pairs_of(named_tensors: Iterable[tuple[str, Tensor]], config: LoraConfig) -> dict[str, Pair]:
     """Return by layer A [r, inputs] and B [outputs, r], unchanged, in the order of the layers."""
+    if not isinstance(config, LoraConfig):
+        raise TypeError(
+            f"config must be a LoraConfig of tidemill_weight_update, got {type(config).__module__}."
+            f"{type(config).__qualname__}; for PEFT's settings use LoraConfig.from_peft(peft_config.to_dict())"
+        )
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in checked_items(named_tensors):
         if not isinstance(tensor, Tensor):
@@ -176,14 +181,15 @@ def merge_lora(
     Raises:
         ValueError: `adapter` does not match `config` (see `pairs_of`). During iteration: a layer has another shape than
             the adapter, or is missing.
-        TypeError: an item of `adapter` has a wrong type (see `pairs_of`). During iteration: a layer is a LocalShard.
+        TypeError: `config` or an item of `adapter` has a wrong type (see `pairs_of`). During iteration: an item of
+            `base` has a wrong type, or a layer is a LocalShard.
     """
     return _merged(base, pairs_of(adapter, config), config.scale)
 
 
-def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Tensor]]:
+def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: float) -> Iterator[tuple[str, Any]]:
     names: set[str] = set()
-    for name, tensor in base:
+    for name, tensor in checked_items(base):
         if ".lora_" in name:  # of an adapter
             continue
         name = base_name(name)
@@ -199,7 +205,7 @@ def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: f
 
 
 @torch.no_grad()
-def _sum(name: str, weight: Tensor, pair: Pair, scale: float) -> Tensor:
+def _sum(name: str, weight: Tensor | ShardLike, pair: Pair, scale: float) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name!r} is a LocalShard; pass the full tensor or a DTensor to merge_lora")
     a, b = pair

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,21 @@ def test_adapter_that_does_not_match_its_config_is_refused_by_name(change):
     with pytest.raises(error, match=message):
         WeightUpdater([engine]).update_adapter(changed_adapter(change), "policy", CONFIG, 1)
     assert (engine.calls, engine.version) == ([], "first")
+
+
+def test_peft_config_in_place_of_a_lora_config_is_refused():
+    peft_config = SimpleNamespace(r=4, lora_alpha=8, target_modules={"q_proj"}, use_rslora=False)
+    with pytest.raises(TypeError, match=r"config must be a LoraConfig of .*use LoraConfig\.from_peft"):
+        merge_lora(base().items(), adapter(1), peft_config)
+    engine = AdapterEngine()
+    with pytest.raises(TypeError, match=r"config must be a LoraConfig of .*use LoraConfig\.from_peft"):
+        WeightUpdater([engine]).update_adapter(adapter(1), "policy", peft_config, 1)
+    assert (engine.calls, engine.version) == ([], "first")
+
+
+def test_dict_in_place_of_pairs_is_refused():
+    with pytest.raises(TypeError, match=r"expected \(name, tensor\) pairs, .*; for a dict pass .items\(\)"):
+        list(merge_lora(base(), adapter(1), CONFIG))
 
 
 def test_adapter_of_another_model_is_refused():
