@@ -24,6 +24,7 @@ from tidemill_weight_update.tensors import (
     NamedTensors,
     ShardLike,
     checked_items,
+    global_shape_of,
     is_dtensor,
     items_of,
     local_values,
@@ -141,7 +142,7 @@ class BlockFp8:
             return
         box, replica = place
         scale_name = f"{name}_scale_inv"
-        shape, device = _global_shape(tensor), local_values(tensor).device
+        shape, device = global_shape_of(tensor), local_values(tensor).device
         (row, col), (rows, cols) = box.start, box.shape
         first, end = (row // BLOCK, col // BLOCK), (_blocks(row + rows), _blocks(col + cols))
         if scales is None:
@@ -223,16 +224,12 @@ def _scales(maxima: Tensor) -> Tensor:
 
 
 def _check(name: str, tensor: Tensor | ShardLike) -> None:
-    shape, dtype = _global_shape(tensor), local_values(tensor).dtype
+    shape, dtype = global_shape_of(tensor), local_values(tensor).dtype
     if len(shape) != 2 or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
             f"tensor {name!r} cannot be quantized: expected a matrix in bfloat16, float16 or float32, got shape "
             f"{shape} and dtype {dtype}; leave it out by is_quantized"
         )
-
-
-def _global_shape(tensor: Tensor | ShardLike) -> tuple[int, ...]:
-    return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.global_shape)
 
 
 def _splits_at_blocks(tensor: "DTensor") -> bool:

@@ -1,6 +1,7 @@
 """Tensors that a trainer rank passes, the part that it holds of each, and the boxes of indices that parts cover."""
 
 import math
+import operator
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +124,17 @@ class LocalShard:
 
 def box_of_shard(name: str, shard: ShardLike) -> Box:
     """Return the indices that a part of tensor `name` covers in the whole tensor."""
-    start, shape, whole = tuple(shard.start), tuple(shard.tensor.shape), tuple(shard.global_shape)
+    if not isinstance(shard.tensor, Tensor):
+        raise TypeError(f"the LocalShard of tensor {name!r} must have a torch.Tensor, got a {type(shard.tensor)}")
+    try:
+        start = tuple(map(operator.index, shard.start))
+        whole = global_shape_of(shard)
+    except TypeError as error:
+        raise TypeError(
+            f"the LocalShard of tensor {name!r} must have one int per dim in start and global_shape, got "
+            f"{shard.start!r} and {shard.global_shape!r}"
+        ) from error
+    shape = tuple(shard.tensor.shape)
     problem = f"the LocalShard of tensor {name!r} does not fit its global shape:"
     if not 0 <= shard.replica < shard.num_replicas:
         raise ValueError(f"{problem} replica must be in [0, num_replicas), got {shard.replica} of {shard.num_replicas}")
@@ -132,6 +143,11 @@ def box_of_shard(name: str, shard: ShardLike) -> Box:
     ):
         raise ValueError(f"{problem} a tensor of shape {shape} that starts at {start} is not inside {whole}")
     return Box(start=start, shape=shape)
+
+
+def global_shape_of(tensor: Tensor | ShardLike) -> tuple[int, ...]:
+    """Return the shape of the whole tensor; numbers of numpy as ints."""
+    return tuple(tensor.shape) if isinstance(tensor, Tensor) else tuple(map(operator.index, tensor.global_shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -174,20 +190,17 @@ def piece_to_send(name: str, tensor: Tensor | ShardLike, dtype: torch.dtype | No
     if place is None:
         return None
     box, (index, count) = place
-    local = tensor
     if not isinstance(tensor, Tensor):
         local = tensor.tensor
     elif is_dtensor(tensor):
         local = tensor.to_local()
     else:
-        index = group_rank
-    assert isinstance(local, Tensor)
+        local, index = tensor, group_rank
     check_dense(name, local)
     if index != zlib.crc32(name.encode()) % count or box.numel == 0:
         return None
     local = dense_values(name, local)
-    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.global_shape
-    spec = SourceSpec(name=name, shape=tuple(shape), dtype=sent_dtype(local, dtype))
+    spec = SourceSpec(name=name, shape=global_shape_of(tensor), dtype=sent_dtype(local, dtype))
     return Piece(spec=spec, box=box, local=local.detach(), device=local.device)
 
 

@@ -2,16 +2,18 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from tidemill_testing import run_ranks
-from tidemill_weight_update import LocalShard
+from tidemill_weight_update import LocalShard, WeightUpdater
 from tidemill_weight_update.send.declaration import Declaration
 from tidemill_weight_update.tensors import Box, piece_to_send
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
+from toy_engines import ToyEngine, holds, tensors
 
 SIZES = [(8, 8), (7, 5), (5, 3), (3, 9), (2, 2), (1, 1), (4, 1), (0, 3)]
 
@@ -178,6 +180,36 @@ def test_local_shards_with_start_tile_the_tensor(rows):
                 assert torch.equal(piece.local, box_of(whole, piece.box))
                 box_of(covered, piece.box).add_(1)
     assert (covered == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor": np.zeros((2, 3))}, r"'w' must have a torch.Tensor, got a <class 'numpy.ndarray'>"),
+        ({"start": 0}, r"'w' must have one int per dim in start and global_shape, got 0 and \(4, 3\)"),
+        ({"start": (0.5, 0)}, r"must have one int per dim in start and global_shape, got \(0.5, 0\) and \(4, 3\)"),
+        ({"global_shape": 12}, r"must have one int per dim in start and global_shape, got \(0, 0\) and 12"),
+    ],
+)
+def test_local_shard_of_wrong_types_is_refused_by_name(fields, message):
+    shard = {"tensor": torch.zeros(2, 3), "start": (0, 0), "global_shape": (4, 3)} | fields
+    with pytest.raises(TypeError, match=message):
+        piece_to_send("w", LocalShard(**shard), None, 0)
+
+
+def test_numbers_of_numpy_are_sent():
+    def numbers(count: int, value: int) -> tuple:
+        return (np.int64(value),) * count
+
+    engine = ToyEngine(1)
+    updater = WeightUpdater([engine])
+    shards = {
+        name: LocalShard(tensor=tensor, start=numbers(tensor.ndim, 0), global_shape=tuple(np.array(tensor.shape)))
+        for name, tensor in tensors(1).items()
+    }
+    assert updater.update(shards.items(), 1).verified
+    assert holds(engine, tensors(1))
+    updater.close()
 
 
 def test_one_replica_sends_each_tensor_and_all_replicas_take_part():
