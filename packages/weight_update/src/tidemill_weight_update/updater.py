@@ -71,11 +71,14 @@ class WeightUpdater:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
         if link is not None and not isinstance(link, GroupLink):
             raise TypeError(f"link must be a GroupLink, such as GroupLink(host='10.0.0.1'), got {link!r}")
-        self._engines = Engines(engines)
         self._ranks = Ranks(process_group)
-        place = None if device is None else torch.device(device)
-        if place is not None and place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device is {device}, but this process has {torch.cuda.device_count()} CUDA devices")
+        place, failure = None, Failure()
+        with failure:  # what may differ between ranks
+            self._engines = Engines(engines)
+            place = None if device is None else torch.device(device)
+            if place is not None and place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+                raise ValueError(f"device is {device}, but this process has {torch.cuda.device_count()} CUDA devices")
+        self._ranks.exchange(failure.error, [], call="WeightUpdater()")
         self._fast = FastPath(
             self._ranks,
             bucket_bytes=bucket_bytes,

@@ -297,6 +297,20 @@ def test_bad_tensors_on_one_rank_are_an_error_on_all():
         assert re.search(others.replace("{bad}", str(bad_rank)), messages[1 - bad_rank]), (case, messages)
 
 
+def _wrong_engines() -> str:
+    try:
+        WeightUpdater([object()] if dist.get_rank() == 0 else [])
+    except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_wrong_engine_on_rank_0_is_an_error_on_all():
+    first, second = run_ranks(_wrong_engines, 2, timeout_s=60)
+    assert first.startswith("TypeError: expected an engine client as engine 0 of 1, got <object")
+    assert second.startswith("RuntimeError: weight update failed on rank 0 of 2: TypeError: expected an engine client")
+
+
 def _plain(kind: str, mode: str, *, partial: bool) -> str:
     """Update with some tensors on rank 1 only, or on rank 0 only."""
     engines = engines_of(2)
