@@ -75,9 +75,7 @@ class WeightUpdater:
         place, failure = None, Failure()
         with failure:  # what may differ between ranks
             self._engines = Engines(engines)
-            place = None if device is None else torch.device(device)
-            if place is not None and place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-                raise ValueError(f"device is {device}, but this process has {torch.cuda.device_count()} CUDA devices")
+            place = None if device is None else _device(device)
         self._ranks.exchange(failure.error, [], call="WeightUpdater()")
         self._fast = FastPath(
             self._ranks,
@@ -317,3 +315,13 @@ class WeightUpdater:
             finish_s=stages.seconds["finish"],
             **outcome,
         )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """Return a device of this process, with an index if it is a CUDA device, as tensors have it."""
+    place = torch.device(device)
+    if place.type != "cuda":
+        return place
+    if (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}, but this process has {torch.cuda.device_count()} CUDA devices")
+    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())

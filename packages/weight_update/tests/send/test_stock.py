@@ -241,6 +241,15 @@ def test_stock_engine_is_refused_with_a_link():
     assert [engine.calls for engine in engines] == [[], []]
 
 
+def test_cuda_device_without_index_is_the_current_one(monkeypatch):
+    """Tensors of a device with another index, or none, are copied to the arena and not read in place."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    updater = WeightUpdater([ToyEngine(1)], device="cuda")
+    assert updater._fast._device == updater._stock._device == torch.device("cuda:1")
+    updater.close()
+
+
 def test_bad_arguments_are_refused():
     for kwargs, message in [
         ({"bucket_bytes": 0}, "bucket_bytes must be a positive int, got 0"),
