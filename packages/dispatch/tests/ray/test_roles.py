@@ -140,6 +140,18 @@ class PrefixedWorker(Worker):
     def critic_not_registered(self): ...
 
 
+def test_wrong_arguments_of_a_group_are_refused():
+    pool, init = RayResourcePool([1]), RayClassWithInitArgs(Role, "actor")
+    for arguments, message in [
+        ((pool, Role), r"ray_cls_with_init must be RayClassWithInitArgs\(cls, ...\) or .*, got <class .*Role'>"),
+        (([1], init), r"resource_pool must be a RayResourcePool\(\[...\]\), got \[1\]"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            RayWorkerGroup(*arguments, name_prefix="wrong")
+    with pytest.raises(TypeError, match=r"timeout_s must be a number of seconds \(math.inf for no timeout\), got None"):
+        RayWorkerGroup(pool, init, name_prefix="wrong", timeout_s=None)
+
+
 def test_roles_whose_methods_have_one_name_on_actor_handles_are_refused():
     critic = RayClassWithInitArgs(Critic, "critic")
     classes = {"new": RayClassWithInitArgs(PrefixedWorker), "new_critic": critic}

@@ -73,6 +73,7 @@ class RayWorkerGroup:
         WorkerError: a worker's constructor raised (method "__init__"). The group is shut down.
         CallTimeoutError: constructors did not return within `timeout_s`. The group is shut down.
         RuntimeError: the resources were not free, see `RayResourcePool`.
+        TypeError: the pool, the class or `timeout_s` has another type.
         ValueError: a registered method has the name of an attribute of this class, a named group of this name exists,
             or `env_vars` holds a variable that the group sets or that is read only when a process starts.
     """
@@ -90,6 +91,10 @@ class RayWorkerGroup:
     ):
         if lifetime not in (None, "named", "detached"):
             raise ValueError(f"lifetime must be None, 'named' or 'detached', got {lifetime!r}")
+        if not isinstance(resource_pool, RayResourcePool):
+            raise TypeError(f"resource_pool must be a RayResourcePool([...]), got {resource_pool!r}")
+        if not isinstance(timeout_s, int | float):
+            raise TypeError(f"timeout_s must be a number of seconds (math.inf for no timeout), got {timeout_s!r}")
         roles = roles_of(ray_cls_with_init)
         methods = {role: _bind_methods(init.cls, type(self)) for role, init in roles.items()}
         processes = start_processes(

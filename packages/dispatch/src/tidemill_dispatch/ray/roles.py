@@ -65,8 +65,15 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
 
 
 def roles_of(init: RayClassWithInitArgs | ColocatedClasses) -> dict[str, RayClassWithInitArgs]:
-    """Return the classes of a group by role."""
-    return dict(init.roles) if isinstance(init, ColocatedClasses) else {ONLY_ROLE: init}
+    """Return the classes of a group by role; raise TypeError for anything else than these two types."""
+    if isinstance(init, ColocatedClasses):
+        return dict(init.roles)
+    if not isinstance(init, RayClassWithInitArgs):
+        raise TypeError(
+            f"ray_cls_with_init must be RayClassWithInitArgs(cls, ...) or create_colocated_worker_cls({{...}}), "
+            f"got {init!r}"
+        )
+    return {ONLY_ROLE: init}
 
 
 def public_methods(cls: type[Worker]) -> dict[str, Any]:
