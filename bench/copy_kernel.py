@@ -49,12 +49,16 @@ class Case:
     modes: tuple[str, ...]
 
     @property
+    def num_elements(self) -> int:
+        return int((self.table.rows * self.table.cols).sum())
+
+    @property
     def payload_bytes(self) -> int:
-        return self.table.num_elements * self.table.dst_dtype.itemsize
+        return self.num_elements * self.table.dst_dtype.itemsize
 
     @property
     def read_bytes(self) -> int:
-        return self.table.num_elements * self.table.src_dtype.itemsize
+        return self.num_elements * self.table.src_dtype.itemsize
 
 
 def contiguous(name: str, sizes: np.ndarray, modes: Sequence[str], src_dtype: torch.dtype = BF16) -> Case:

@@ -91,10 +91,6 @@ class CopyTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    @property
-    def num_elements(self) -> int:
-        return int((self.rows * self.cols).sum())
-
 
 COLUMNS = tuple(item.name for item in fields(CopyTable) if not item.name.endswith("dtype"))
 """Names of a table's columns. The copiers read them by this order."""
