@@ -1,5 +1,6 @@
 """Recording: runs a model's own `load_weights` on tensors without data to obtain a copy plan."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -116,10 +117,11 @@ def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
         of_parameter[write.parameter].append(write)
     coverage = _Coverage()
     for name, group in of_parameter.items():
-        if sum(_num_runs(write) for write in group) > MAX_RUNS:
+        joined = [_joined(write) for write in group]
+        if sum(math.prod(size for _, size in outer) for _, outer in joined) > MAX_RUNS:
             coverage.unknown.add(name)
             continue
-        runs = [_runs(write) for write in group]
+        runs = [(_starts(write.offset, outer), length) for write, (length, outer) in zip(group, joined, strict=True)]
         loading = [write.names or isinstance(write.replay, Fill) or write.during is not None for write in group]
         covered, _ = _count(list(compress(runs, loading)))
         _, overwritten = _count(runs)
@@ -130,26 +132,22 @@ def _survey(sizes: Mapping[str, int], writes: Sequence[Write]) -> _Coverage:
     return coverage
 
 
-def _num_runs(write: Write) -> int:
-    """Return the number of runs of neighbouring elements that a write hits."""
-    num_elements = length = 1
+def _joined(write: Write) -> tuple[int, list[tuple[int, int]]]:
+    """Return the length of the runs of neighbouring elements that a write hits, and stride and size of other dims."""
+    length, outer = 1, []
     for stride, size in sorted(zip(write.strides, write.shape, strict=True)):
-        num_elements *= size
-        length *= size if stride == length else 1
-    return num_elements // max(length, 1)
-
-
-def _runs(write: Write) -> tuple[NDArray[np.int64], int]:
-    """Return the runs of neighbouring elements that a write hits: their first elements, and their common length."""
-    starts, length = np.array([write.offset]), 1
-    for stride, size in sorted(zip(write.strides, write.shape, strict=True)):
-        if size == 1:
-            continue
         if stride == length:
             length *= size
         else:
-            starts = (starts[:, None] + np.arange(size) * stride).ravel()
-    return starts, length
+            outer.append((stride, size))
+    return length, outer
+
+
+def _starts(offset: int, outer: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    starts = np.array([offset])
+    for stride, size in outer:
+        starts = (starts[:, None] + np.arange(size) * stride).ravel()
+    return starts
 
 
 def _count(runs: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[int, int]:
