@@ -106,11 +106,6 @@ _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.[^.]+)?\.weigh
 """
 
 
-def base_name(name: str) -> str:
-    """Return the tensor's name in the model without PEFT."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-
-
 def parse(name: str, config: LoraConfig) -> tuple[str, Literal["A", "B"]]:
     """Return the linear layer of an adapter's tensor, as the model names it, and which of the two matrices it is."""
     found = _ADAPTER.fullmatch(name)
@@ -192,7 +187,7 @@ def _merged(base: Iterable[tuple[str, Tensor]], pairs: dict[str, Pair], scale: f
     for name, tensor in checked_items(base):
         if ".lora_" in name:  # of an adapter
             continue
-        name = base_name(name)
+        name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # without PEFT
         names.add(name)
         pair = pairs.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         yield name, tensor if pair is None else _sum(name, tensor, pair, scale)
