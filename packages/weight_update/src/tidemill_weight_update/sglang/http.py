@@ -180,11 +180,7 @@ class HttpEngine:
             "flush_cache": False,
             "disable_draft_model": True,
         }
-        try:
-            self._request("POST", "/update_weights_from_tensor", body)
-        except RuntimeError:
-            self._info = None  # the server may have been restarted with another number of ranks
-            raise
+        self._request("POST", "/update_weights_from_tensor", body)
 
     def _drop_flush(self) -> None:
         """Close the connection of a flush whose load failed; SGLang may still execute the flush."""
