@@ -232,7 +232,7 @@ class UpdateSession:
                     copies.in_place.run(None, self._staging)
                 for index, bucket in ready.items():
                     if bucket in copies.in_arena[index]:
-                        received = self._receive(index, bucket, copies)
+                        received = self._receive(index, bucket)
                         copies.in_arena[index][bucket].run(received, self._staging)
                 if num_left == 0:
                     sent = copies.sent(self._boxes)  # while a GPU copies the last of them
@@ -266,13 +266,12 @@ class UpdateSession:
                 del ready[index]
         return ready
 
-    def _receive(self, index: int, bucket: int, copies: Copies) -> Tensor | None:
+    def _receive(self, index: int, bucket: int) -> Tensor | None:
         """Return the bytes of a bucket in memory that this process cannot map; None if it can."""
         box = self._boxes[index]
         if not isinstance(box, RemoteMailbox):
             return None
-        (memory,) = copies.manifest.declared[index][bucket].memories
-        return box.receive(self._request.sequence, self.peers.row, bucket, memory, self.peers.check)
+        return box.receive(self._request.sequence, self.peers.row, bucket, self.peers.check)
 
     # After the copies.
 

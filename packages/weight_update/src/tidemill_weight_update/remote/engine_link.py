@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill_weight_update.control.board import can_map
 from tidemill_weight_update.control.descriptor import BucketDescriptor
 from tidemill_weight_update.control.mailbox import Mailbox, ReaderState, Text
-from tidemill_weight_update.memory import HostMemory, Memory
+from tidemill_weight_update.memory import HostMemory
 from tidemill_weight_update.plan.plan import CopyPlan
 from tidemill_weight_update.remote.group_link import StoreBoard, wire_name
 from tidemill_weight_update.remote.wire import ENGINE, Wire, WireError, pack_descriptor, parts_of, parts_to_json
@@ -35,26 +35,26 @@ class RemoteMailbox(Mailbox):
         self._timeout_s = timeout_s
         self._wire: Wire | None = None
         self._wire_number = secrets.randbits(62)  # a process that replaces this one has another number
-        self._packed: dict[int, tuple[Text, int]] = {}
+        self._packed: dict[int, tuple[Text, int, torch.device]] = {}
 
     def pack(self, bucket: int, descriptor: BucketDescriptor, plan: CopyPlan) -> BucketDescriptor:
         """Return the descriptor of a bucket, reduced to what `plan` reads of it and packed together."""
+        device = self._device  # NCCL transfers GPU memory, gloo host memory
+        if isinstance(descriptor.memories[0], HostMemory):
+            device = torch.device("cpu")
+        elif device.type == "cpu":
+            raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
         parts = parts_of(descriptor, plan)
         text = parts_to_json(parts)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
         self.board.write("parts", number, text)
         packed, num_bytes = pack_descriptor(descriptor, parts)
-        self._packed[bucket] = (number, len(text)), num_bytes
+        self._packed[bucket] = (number, len(text)), num_bytes, device
         return packed
 
-    def receive(self, sequence: int, receiver: int, bucket: int, memory: Memory, check: Callable[[], None]) -> Tensor:
-        """Receive the bytes that the descriptor from `pack` describes: uint8.
-
-        Args:
-            memory: where the trainer keeps the bucket.
-        """
-        device = self._device_for(memory)
-        parts, num_bytes = self._packed[bucket]
+    def receive(self, sequence: int, receiver: int, bucket: int, check: Callable[[], None]) -> Tensor:
+        """Receive the bytes that the descriptor from `pack` describes: uint8."""
+        parts, num_bytes, device = self._packed[bucket]
         self.wait_for(sequence, receiver, bucket, self._wire_number, parts)
         data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if num_bytes:
@@ -70,14 +70,6 @@ class RemoteMailbox(Mailbox):
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-    def _device_for(self, memory: Memory) -> torch.device:
-        """Return the device to receive on: gloo transfers host memory, NCCL GPU memory."""
-        if isinstance(memory, HostMemory):
-            return torch.device("cpu")
-        if self._device.type == "cpu":
-            raise RuntimeError("an engine on a CPU cannot receive GPU memory; pass device='cpu' to WeightUpdater")
-        return self._device
 
     def _receive_into(self, data: Tensor, receiver: int, check: Callable[[], None]) -> None:
         try:
