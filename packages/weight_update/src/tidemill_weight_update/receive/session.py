@@ -45,13 +45,10 @@ class Peers:
 
     def check(self) -> None:
         """Raise RuntimeError if a trainer rank has exited or failed, or rank 0 has excluded this rank."""
-        self._check_trainer()
-        self._check_own_row()
-
-    def _check_trainer(self) -> None:
         self.check_alive()
         for box in self._boxes:
             box.published(self._sequence)
+        self._check_own_row()
 
     def check_alive(self) -> None:
         """Raise RuntimeError if trainer ranks have exited."""
@@ -65,7 +62,7 @@ class Peers:
         """Report `state` with the checksum (modulo 2**64) and element count of each tensor on this rank; return their
         sums over all ranks of this engine once all have reached `state`.
         """
-        self._check_trainer()
+        self.check()
         self._control.write_totals(self.row, checksums, counts)
         self.report(state)
         self._wait(state)
