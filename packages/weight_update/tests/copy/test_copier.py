@@ -106,21 +106,15 @@ def test_parameter_with_requires_grad_is_written():
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"cols": 25}, "exceeds memory 0 .* restart the engine"),
-        ({"cols": 4, "src": -1}, "exceeds memory 0"),
-        ({"cols": 4, "rows": 4, "src_pitch": 7}, "exceeds memory 0"),
-        ({"cols": 4, "dst": 21}, "exceeds target 0"),
-    ],
+    "columns", [{"cols": 25}, {"cols": 4, "src": -1}, {"cols": 4, "rows": 4, "src_pitch": 7}, {"cols": 4, "dst": 21}]
 )
-def test_copies_outside_a_block_are_refused(columns, message):
-    with pytest.raises(ValueError, match=message):
+def test_copies_outside_a_block_are_refused(columns):
+    with pytest.raises(RuntimeError, match=r"out of bounds|invalid storage offset"):
         Copier([one_row(BF16, **columns)], CPU).run([torch.zeros(24, dtype=BF16)], [torch.zeros(24, dtype=BF16)])
 
 
 def test_blocks_not_aligned_to_the_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"memory 0 must start at a multiple of the 4 bytes of .*, got byte 2"):
+    with pytest.raises(AssertionError, match=r"a block of torch\.float32 starts at byte 2 of its storage"):
         Copier([one_row(FP32, cols=1)], CPU).run([torch.zeros(16, dtype=torch.uint8)[2:]], [torch.zeros(4)])
 
 

@@ -58,7 +58,8 @@ class Copier:
             targets: blocks that the tables' `target` columns index.
         """
         # On a GPU, copies of memories stay referenced until the kernel is queued: memory is reused in stream order.
-        here = [_on_device(block, self._device) for block in memories if isinstance(block, Tensor)]
+        given = [block for block in memories if isinstance(block, Tensor)]
+        here = [each if each.device == self._device else each.to(self._device).contiguous() for each in given]
         places = [block for block in targets if isinstance(block, Tensor)]
         bases, ends = ([block.data_ptr() for block in blocks] for blocks in (here, places))
         if self._cuda is not None:
@@ -80,10 +81,6 @@ class Copier:
             self._kept = None
 
 
-def _on_device(block: Tensor, device: torch.device) -> Tensor:
-    return block if block.device == device else block.to(device).contiguous()
-
-
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """One entry of a table as views: `source` and `target` are [R, C]; `target` is None if nothing is written."""
@@ -98,32 +95,23 @@ class _Rows:
 
 def _views(table: CopyTable, memories: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[_Rows]:
     # Only memories of this table: those of tables with other dtypes may not be aligned to this dtype.
-    sources = {i: _elements(memories[i], table.src_dtype, f"memory {i}") for i in set(table.memory.tolist())}
-    places = {i: _elements(targets[i], table.dst_dtype, f"target {i}") for i in set(table.target.tolist()) if targets}
+    sources = {i: _elements(memories[i], table.src_dtype) for i in set(table.memory.tolist())}
+    places = {i: _elements(targets[i], table.dst_dtype) for i in set(table.target.tolist()) if targets}
     for row in zip(*(getattr(table, name).tolist() for name in COLUMNS), strict=True):
         tensor, memory, src, src_pitch, target, dst, dst_pitch, rows, cols, pos, pos_pitch = row
-        source = _strided(sources[memory], rows, cols, src, src_pitch, f"memory {memory}")
-        place = _strided(places[target], rows, cols, dst, dst_pitch, f"target {target}") if targets else None
+        source = _strided(sources[memory], rows, cols, src, src_pitch)
+        place = _strided(places[target], rows, cols, dst, dst_pitch) if targets else None
         yield _Rows(tensor, source, place, table.dst_dtype, pos, pos_pitch)
 
 
-def _elements(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def _elements(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the memory from the first byte of `tensor` to the end of its storage, as a flat tensor of `dtype`."""
     start = tensor.storage_offset() * tensor.element_size()
-    if start % dtype.itemsize:
-        raise ValueError(
-            f"{name} must start at a multiple of the {dtype.itemsize} bytes of {dtype}, got byte {start} of its storage"
-        )
+    assert start % dtype.itemsize == 0, f"a block of {dtype} starts at byte {start} of its storage"
     num_elements = (tensor.untyped_storage().nbytes() - start) // dtype.itemsize
     whole = torch.empty(0, dtype=dtype, device="cpu")
     return whole.set_(tensor.detach().untyped_storage(), start // dtype.itemsize, (num_elements,), (1,))
 
 
-def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int, name: str) -> Tensor:
-    try:
-        return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)
-    except RuntimeError as error:
-        raise ValueError(
-            f"a copy exceeds {name} ({error}); the parameters may have changed after the plan was recorded; restart "
-            f"the engine"
-        ) from error
+def _strided(elements: Tensor, rows: int, cols: int, offset: int, pitch: int) -> Tensor:
+    return elements.as_strided((rows, cols), (pitch, 1), elements.storage_offset() + offset)
