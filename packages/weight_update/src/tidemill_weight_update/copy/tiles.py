@@ -64,14 +64,14 @@ def cut(
         columns[pitch] = np.where(columns["rows"] > 1, columns[pitch], 0)
     aligned_bases = memory_aligned[table.memory] & target_aligned[table.target]
     same = table.src_dtype == table.dst_dtype
+    numbers = ("src", "src_pitch", "dst", "dst_pitch", "cols", "pos", "pos_pitch")
     if same and table.src_dtype.itemsize == 8:
-        for name in ("src", "src_pitch", "dst", "dst_pitch", "cols", "pos", "pos_pitch"):
+        for name in numbers:
             columns[name] = columns[name] * 2
     width = min(table.src_dtype.itemsize, 4)
     packed = 4 // width if same else 1
     vector = VECTOR_BYTES // width if same else VECTOR_BYTES // min(width, table.dst_dtype.itemsize)
-    aligned = aligned_bases & _multiples(columns, ("src", "src_pitch", "dst", "dst_pitch", "cols"), vector)
-    aligned &= _multiples(columns, ("pos", "pos_pitch"), vector)
+    aligned = np.logical_and.reduce([aligned_bases, *(columns[name] % vector == 0 for name in numbers)])
     groups = []
     filled = columns["rows"] * columns["cols"] > 0
     for mask, number, unit in ((filled & aligned, packed, vector // packed), (filled & ~aligned, 1, 1)):
@@ -82,10 +82,6 @@ def cut(
             part[name] //= number
         groups += _by_shape(table, part, number, unit, tile_elements)
     return groups
-
-
-def _multiples(columns: dict[str, NDArray[np.int64]], names: tuple[str, ...], of: int) -> NDArray[np.bool_]:
-    return np.logical_and.reduce([columns[name] % of == 0 for name in names])
 
 
 def _by_shape(
