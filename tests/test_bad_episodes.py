@@ -40,6 +40,8 @@ async def episode(problem, session):
         exit()
     if kind == "raises":
         raise KeyError("seven")
+    if kind == "slow":
+        await asyncio.sleep(4)
     if kind == "hangs":
         await asyncio.sleep(1000)
     if kind == "opens sessions":
@@ -59,15 +61,17 @@ async def episode(problem, session):
 """
 
 
-def _run_episodes(cluster, make_config, folder, kinds, *overrides):
-    """Run one episode of each kind and return all, with the outcomes by kind."""
+def _run_episodes(cluster, make_config, folder, kinds, *overrides, meanwhile=lambda: None):
+    """Run one episode of each kind and return all, with the outcomes by kind; call `meanwhile` after their start."""
     (folder / "env.py").write_text(_EPISODES)
     cluster.episodes.load(make_config(f"episode.function={folder / 'env.py'}:episode", *overrides))
     tasks = [
         EpisodeTask(number=number, problem=Problem(prompt="12+34=", id=str(number), extra_info=kind), seed=1)
         for number, kind in enumerate(kinds)
     ]
-    episodes = cluster.episodes.wait(cluster.episodes.start(tasks, greedy=False))
+    running = cluster.episodes.start(tasks, greedy=False)
+    meanwhile()
+    episodes = cluster.episodes.wait(running)
     accounted = sum(summary.num_tokens for summary in episodes.summaries) + episodes.num_lost
     assert accounted == episodes.num_generated
     return episodes, {kind: each.outcome for kind, each in zip(kinds, episodes.summaries, strict=True)}
@@ -88,6 +92,20 @@ def test_bad_episodes_affect_no_other(cluster, make_config, tmp_path):
     assert sorted(set(episodes.rows["episode"].tolist())) == [0, 7]
     first, second = episodes.rows["responses"].unbind()
     assert torch.equal(first, second)  # the same seed
+
+
+def test_time_in_which_engines_are_released_does_not_count(cluster, make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster.engines, "in_turns", True)
+    cluster.engines.update_weights(0)
+
+    def train():
+        cluster.episodes.release()
+        time.sleep(5)
+
+    limit = "episode.timeout_s=3"
+    _, outcomes = _run_episodes(cluster, make_config, tmp_path, ["slow", "hangs"], limit, meanwhile=train)
+    assert outcomes["slow"].status == "ok"
+    assert outcomes["hangs"].reason == "time: no result within 3 s"
 
 
 def test_thousand_sessions_and_the_key_of_an_ended_session_affect_no_other(cluster, make_config, tmp_path):

@@ -178,7 +178,7 @@ def in_turns(cluster, monkeypatch):
     """The engine releases its memory during training; on a CPU, SGLang has nothing to free."""
     monkeypatch.setattr(cluster.engines, "in_turns", True)
     yield
-    cluster.engines.resume()
+    cluster.episodes.resume()
 
 
 def test_run_in_turns_equals_one_side_by_side(eight_steps, train_in, warmed_up, in_turns, cluster):

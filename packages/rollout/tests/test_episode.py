@@ -194,6 +194,24 @@ def test_context_limit_in_a_child_task_truncates_the_episode(scripted):
     assert result.outcome.reason.startswith("length: ")
 
 
+@pytest.mark.parametrize(("stands_still", "status"), [(True, "ok"), (False, "truncated")])
+def test_time_limit_is_measured_by_the_clock(scripted, stands_still, status):
+    async def episode(problem, session):
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    def clock():
+        return 0.0 if stands_still else time.monotonic()
+
+    async def limited():
+        session = scripted("x<|im_end|>").session("limited")
+        return await run_episode(episode, PROBLEM, session, timeout_s=0.1, clock=clock)
+
+    result = asyncio.run(limited())
+    assert result.outcome.status == status
+    assert (result.seconds == 0.0) is stands_still
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_error_after_a_limit_that_the_episode_has_handled_is_an_environment_error(scripted, is_async):
     async def coroutine(problem, session):

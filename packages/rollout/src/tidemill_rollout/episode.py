@@ -25,6 +25,7 @@ EpisodeFn = Callable[[Problem, Any], Awaitable[float | dict[str, Any] | Outcome]
 """`async def episode(problem, session)`, or a function without `async`, which receives a `BlockingSession`."""
 
 _MAX_REASON = 2000
+_LEAST_WAIT_S = 0.05
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = {Path(path) for path in map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _episodes: Registry[EpisodeFn] = Registry("episode")
@@ -60,7 +61,12 @@ class EpisodeResult:
 
 
 async def run_episode(
-    function: EpisodeFn, problem: Problem, session: Session, *, timeout_s: float = math.inf
+    function: EpisodeFn,
+    problem: Problem,
+    session: Session,
+    *,
+    timeout_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EpisodeResult:
     """Run an episode to its end and return what it is worth. Exceptions of the episode become outcomes.
 
@@ -73,11 +79,13 @@ async def run_episode(
         problem: the problem. The episode gets a copy, which it may change: other episodes have the same problem.
         session: a new session, which has ended afterwards.
         timeout_s: time limit of the episode.
+        clock: returns seconds, for the limit and the duration of the episode; it may stand still for a while.
     """
-    start = time.monotonic()
+    start = clock()
     task = asyncio.create_task(_outcome(function, problem, session), name=session.id)
     try:
-        await asyncio.wait({task}, timeout=None if math.isinf(timeout_s) else timeout_s)
+        while not task.done() and (left := start + timeout_s - clock()) > 0:
+            await asyncio.wait({task}, timeout=None if math.isinf(left) else max(left, _LEAST_WAIT_S))
         is_finished = task.done()
     finally:
         try:
@@ -99,7 +107,7 @@ async def run_episode(
         outcome=outcome,
         trajectories=trajectories,
         metrics=session.metrics(trajectories),
-        seconds=time.monotonic() - start,
+        seconds=clock() - start,
     )
 
 

@@ -119,8 +119,8 @@ class EpisodeConfig:
         num_workers: number of processes.
         max_concurrent: maximum number of episodes that a process runs at the same time.
         max_turns: maximum number of replies of an episode.
-        timeout_s: time limit of an episode, which then counts as truncated. With engines in turns and
-            `rollout.max_staleness` > 0, the training that interrupts the episode counts, too.
+        timeout_s: time limit of an episode, which then counts as truncated. With engines in turns, the training that
+            interrupts it does not count.
         max_retries: how often an episode is repeated after an environment error. An episode that fails each time is not
             trained on.
         max_error_share: the run stops when more than this share of the episodes of a step or validation failed each

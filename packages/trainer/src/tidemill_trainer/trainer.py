@@ -61,13 +61,13 @@ class Trainer:
         assert inputs.train is not None
         self._config = config
         self._actor = cluster.actor
-        self._engines = cluster.engines
+        self._engines, self._episodes = cluster.engines, cluster.episodes
         self._learner = Learner(config, RoleGroups(config, cluster.actor, cluster.roles))
         self._waits = cluster.watch.waits
         self._tokenizer = inputs.tokenizer
         with self._waits("load"):
-            cluster.episodes.load(config)
-        self._rollouts = Rollouts(config, cluster.episodes, inputs, run, progress, cluster.temporary)
+            self._episodes.load(config)
+        self._rollouts = Rollouts(config, self._episodes, inputs, run, progress, cluster.temporary)
         dtypes = config.rollout.quantization or config.rollout.dtype, config.engine.param_dtype
         gate = MismatchGate(config.rollout.max_log_prob_abs_diff, dtypes)
         self._training = TrainingStep(config, self._learner, gate)
@@ -77,7 +77,7 @@ class Trainer:
         self._record = BatchRecord(run.batches)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
         self._saver = CheckpointSaver(self._checkpoints, self._learner.finish_checkpoint, self._waits)
-        cluster.episodes.meanwhile = self._saver.commit
+        self._episodes.meanwhile = self._saver.commit
         self._progress = progress
         self._has_reward_model = config.reward_model.path is not None
         self._accuracy_before: float | None = None
@@ -97,7 +97,7 @@ class Trainer:
             with timing("step"):
                 with timing("gen"):
                     episodes = self._rollouts.take(step)
-                    self._engines.release()
+                    self._episodes.release()
                     self._saver.commit()
                 starts = self._engines.num_restarts + self._engines.num_added
                 trained = self._training.run(step, episodes, timing, num_engine_restarts=starts)
@@ -175,7 +175,7 @@ class Trainer:
                     with self._waits("update_weights"):
                         self._engines.update_weights(f"warmup-{step}")
                     metrics |= self._validate()
-                    self._engines.release()  # without validation files, too
+                    self._episodes.release()  # without validation files, too
             # `step` counts steps of reinforcement learning, so it is 0 for the whole warm-up.
             self._run.append_metrics({"step": 0, "phase": "sft", "sft/step": step} | metrics | timing.metrics())
             if is_tested:
@@ -189,7 +189,7 @@ class Trainer:
             episodes = self._rollouts.validate()
             if episodes is None:
                 return {}
-            self._engines.release()
+            self._episodes.release()
             if self._has_reward_model and episodes.rows is not None:
                 episodes = add_scores(episodes, self._learner.score(episodes.rows), self._config)
         metrics = validation_metrics(episodes.summaries)
@@ -197,7 +197,7 @@ class Trainer:
         return metrics
 
     def _write_checkpoint(self, folder: str) -> None:
-        self._engines.release()
+        self._episodes.release()
         self._learner.save_checkpoint(folder)
         self._rollouts.save(folder)
 

@@ -19,6 +19,16 @@ async def episode(problem, session):
 """
 
 
+LONG_EPISODE = """
+import asyncio
+
+async def episode(problem, session):
+    await session.generate(text=problem.prompt)
+    await asyncio.sleep(0.5)
+    return 1.0
+"""
+
+
 class NotingPool:
     """An engine that notes the sampling parameters of its requests."""
 
@@ -33,27 +43,44 @@ class NotingPool:
 
 
 @pytest.fixture
-def sampling_of(assets, tmp_path, monkeypatch):
-    """`sampling_of("key=value", ..., greedy=False)`: the sampling parameters of the requests of an episode."""
+def solve(assets, tmp_path, monkeypatch):
+    """`solve(code, "key=value", ...)`: run an episode; return its status and the parameters of its requests."""
     monkeypatch.setattr(episode_worker, "join_run", lambda *_: None)
     monkeypatch.setattr(episode_worker.gc, "freeze", lambda: None)
-    (tmp_path / "env.py").write_text(EPISODE)
 
-    def run(*overrides, greedy):
+    def run(code, *overrides, greedy=False, clock_runs=True):
+        (tmp_path / "env.py").write_text(code)
         config = load_config(DEMO_CONFIG, [*assets, f"episode.function={tmp_path}/env.py:episode", *overrides])
 
-        async def solve():
+        async def in_worker():
             worker = episode_worker.EpisodeWorker(0, [0], "")
             worker._pool = NotingPool()
             await worker.load(config)
+            await worker.set_clock(runs=clock_runs)
             tasks = [EpisodeTask(number=0, problem=Problem(prompt="1+1=", id="1-0"), seed=3)]
-            parts = [part async for part in worker.run(tasks, greedy=greedy)]
-            assert [each.outcome.status for part in parts for each in part.summaries] == ["ok"]
-            return worker._pool.sampling
+            [summary] = [each async for part in worker.run(tasks, greedy=greedy) for each in part.summaries]
+            return summary.outcome.status, worker._pool.sampling
 
-        return asyncio.run(solve())
+        return asyncio.run(in_worker())
 
     return run
+
+
+@pytest.fixture
+def sampling_of(solve):
+    """`sampling_of("key=value", ..., greedy=False)`: the sampling parameters of the requests of an episode."""
+
+    def run(*overrides, greedy):
+        status, sampling = solve(EPISODE, *overrides, greedy=greedy)
+        assert status == "ok"
+        return sampling
+
+    return run
+
+
+@pytest.mark.parametrize(("clock_runs", "status"), [(True, "truncated"), (False, "ok")])
+def test_time_limit_of_an_episode_does_not_count_the_time_in_which_the_clock_stands_still(solve, clock_runs, status):
+    assert solve(LONG_EPISODE, "episode.timeout_s=0.1", clock_runs=clock_runs)[0] == status
 
 
 @pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])

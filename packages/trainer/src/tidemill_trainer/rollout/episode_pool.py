@@ -113,6 +113,21 @@ class EpisodePool:
             self._engines.serve(self.workers)
         self._load(range(len(self.workers)))
 
+    def release(self) -> None:
+        """In turns, interrupt all requests and free the memory of the engines. The time of episodes stands still."""
+        self._set_clocks(runs=False)
+        self._engines.release()
+
+    def resume(self) -> None:
+        """In turns, continue what `release` interrupted (see `Engines.resume`)."""
+        self._engines.resume()
+        self._set_clocks(runs=True)
+
+    def _set_clocks(self, *, runs: bool) -> None:
+        if self._engines.in_turns:
+            for worker in self.workers:
+                worker.set_clock.remote(runs=runs)
+
     def start(self, tasks: Sequence[EpisodeTask], *, greedy: bool, finished: Episodes | None = None) -> Running:
         """Start episodes, at the same time as those that run already.
 
@@ -121,7 +136,7 @@ class EpisodePool:
             greedy: decode greedily, for validation.
             finished: those of the episodes that are not run, because an earlier process did (see `collect`).
         """
-        self._engines.resume()
+        self.resume()
         done = set() if finished is None else {summary.task.number for summary in finished.summaries}
         tasks = [task for task in tasks if task.number not in done]
         shares = np.array_split(np.arange(len(tasks)), len(self.workers))
@@ -142,7 +157,7 @@ class EpisodePool:
         Raises:
             WorkerDiedError: engines died more often than `rollout.max_restarts`.
         """
-        self._engines.resume()
+        self.resume()
         try:
             while running.batches:
                 self._advance(running, self._ready(running.batches))

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -50,6 +51,7 @@ class EpisodeWorker:
         self._mailboxes = {engine: Mailbox(_name(engine)) for engine in engines}
         members = {_name(engine): mailbox for engine, mailbox in self._mailboxes.items()}
         self._pool = EnginePool(members, awaits_restart=True)
+        self._clock = _Clock()
         self._endpoint: Endpoint | None = None
         self._experts_shape: tuple[int, int] | None = None
 
@@ -120,7 +122,9 @@ class EpisodeWorker:
             session = policy.session(f"{task.name}/{len(failures)}", seed=task.seed, sampling=sampling)
             self._endpoint.add(session)
             try:
-                result = await run_episode(self._episode, task.problem, session, timeout_s=config.timeout_s)
+                result = await run_episode(
+                    self._episode, task.problem, session, timeout_s=config.timeout_s, clock=self._clock
+                )
             finally:
                 self._endpoint.remove(session)
                 self._pool.forget(session.id)  # each validation has sessions of the same names
@@ -162,6 +166,10 @@ class EpisodeWorker:
         if mailbox.reopen():
             self._pool.add(_name(engine), mailbox)
 
+    async def set_clock(self, *, runs: bool) -> None:
+        """Let the time of episodes run or stand still."""
+        self._clock.set(runs=runs)
+
     async def drain(self, engine: int) -> None:
         """Send no further requests to an engine, and wait until it has answered those that it has."""
         self._pool.remove(_name(engine))
@@ -182,6 +190,21 @@ class EpisodeWorker:
 
 def _name(engine: int) -> str:
     return f"engine {engine}"
+
+
+class _Clock:
+    """The seconds in which it ran."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._started: float | None = time.monotonic()
+
+    def set(self, *, runs: bool) -> None:
+        self._seconds = self()
+        self._started = time.monotonic() if runs else None
+
+    def __call__(self) -> float:
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
 
 
 class _Counted:
