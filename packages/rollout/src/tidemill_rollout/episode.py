@@ -26,6 +26,7 @@ EpisodeFn = Callable[[Problem, Any], Awaitable[float | dict[str, Any] | Outcome]
 
 _MAX_REASON = 2000
 _LEAST_WAIT_S = 0.05
+"""Seconds between two looks at a clock that stands still just before the limit."""
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = {Path(path) for path in map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
 _episodes: Registry[EpisodeFn] = Registry("episode")
@@ -50,7 +51,7 @@ class EpisodeResult:
         outcome: how it ended, with the reward.
         trajectories: training rows; empty if nothing was generated.
         metrics: counts of the session (see `Session.metrics`).
-        seconds: duration.
+        seconds: duration, by the clock of `run_episode`.
     """
 
     problem: Problem

@@ -193,7 +193,7 @@ def _name(engine: int) -> str:
 
 
 class _Clock:
-    """The seconds in which it ran."""
+    """A clock that can stand still. A call returns the seconds in which it ran."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

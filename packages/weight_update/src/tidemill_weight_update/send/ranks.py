@@ -149,7 +149,7 @@ class Ranks:
         return RankLostError(self._lost)
 
     def gather_texts(self, text: str, timeout_s: float | None = None) -> list[str]:
-        """Return the texts of all ranks on all ranks; there are several."""
+        """Return the texts of all ranks on all ranks. Requires a group of more than one rank."""
         data = text.encode()
         rows = self._gather(len(data).to_bytes(8) + data[:_SHORT].ljust(_SHORT, b"\0"), timeout_s)
         sizes, texts = [int.from_bytes(row[:8]) for row in rows], [row[8:] for row in rows]
