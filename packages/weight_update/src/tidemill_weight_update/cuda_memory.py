@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -196,7 +197,8 @@ class DeviceArena:
             f"unused memory (torch.cuda.empty_cache)",
         )
         self._address = address.value
-        self.data: Tensor = torch.as_tensor(_Bytes(self._address, num_bytes), device=device)
+        interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+        self.data: Tensor = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
         self._memory = export(self._address, device)
 
     def publish(self) -> DeviceMemory:
@@ -209,15 +211,3 @@ class DeviceArena:
         del self.data
         with _current(self._device):
             _check(_driver().cuMemFree_v2(self._address), f"cannot free a bucket on {self._device}")
-
-
-class _Bytes:
-    """Memory at an address, as a CUDA array interface."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
