@@ -92,6 +92,16 @@ def check_sharded(folder: Path, weights, max_bytes):
     assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "tiktoken.model", "qwen.tiktoken", "tekken.json"])
+def test_export_has_tokenizers_of_other_names(tmp_path, name):
+    path = tiny_model(tmp_path / "model", "qwen2", vocab_size=VOCAB)
+    (path / name).write_text("tokens")
+    engine = build_engine(path, optimizer=False)
+    engine.save_hf(tmp_path / "exported")
+    engine.close()
+    assert (tmp_path / "exported" / name).read_text() == "tokens"
+
+
 def test_plan_shards():
     assert plan_shards([], 10) == []
     assert plan_shards([("a", 4), ("b", 6), ("c", 1)], 10) == [["a", "b"], ["c"]]

@@ -18,6 +18,9 @@ from tidemill_engines.location import file_system, reported, sizes, written_to
 
 _COPIED = (
     "tokenizer*",
+    "*.model",  # of sentencepiece and tiktoken
+    "*.tiktoken",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
