@@ -1,7 +1,9 @@
 """Files: exact, atomic, versioned, and without pickles unless they are allowed."""
 
+import errno
 import os
 import pickle
+import stat
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,17 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
         DataProto.from_dict({"x": torch.zeros(1)}).save_to_disk(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+
+
+def test_saves_where_folders_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = os.fsync
+
+    def of_network(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_network)
+    batch = DataProto.from_dict({"x": torch.arange(3)})
+    batch.save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch") == batch

@@ -6,6 +6,7 @@ share a layout), "object/<number>" (from numpy columns, objects and meta_info) a
 describes the structure).
 """
 
+import errno
 import json
 import os
 import uuid
@@ -151,5 +152,8 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network filesystems do not support fsync of folders, and need none
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
