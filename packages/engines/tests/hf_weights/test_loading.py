@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import VOCAB, build_engine, full, make_batch, weights_of
+from engine_cases import VOCAB, build_engine, full, make_batch, plain_model, weights_of
 from safetensors.torch import load_file, save_file
 from tidemill_engines.fsdp2.weights import local_box
 from tidemill_engines.hf_weights.layout import Piece
@@ -309,6 +309,16 @@ def test_safetensors_slices_are_read_and_a_wrong_index_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"z": "model.safetensors"}}))
     with pytest.raises(ValueError, match=r"lists z in model.safetensors, but that file does not contain it"):
         SafetensorsFiles(tmp_path)
+
+
+def test_one_file_beside_the_index_of_files_that_it_has_replaced(tmp_path):
+    model = plain_model(tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB))
+    folder = tmp_path / "saved"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    model.save_pretrained(folder)
+    assert sorted(file.name for file in folder.glob("model*")) == ["model.safetensors", "model.safetensors.index.json"]
+    with SafetensorsFiles(folder) as files:
+        assert files.shapes == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def test_overlap_returns_slices_of_both_tensors():

@@ -47,21 +47,21 @@ class SafetensorsFiles:
 
     def _open_all(self) -> None:
         index = self._folder / _INDEX
-        if index.is_file():
-            where = _weight_map(index)
-            missing = sorted({file for file in where.values() if not (self._folder / file).is_file()})
-            if missing:
-                raise FileNotFoundError(
-                    f"{index} lists {', '.join(missing)}, which the folder lacks; download the missing files"
-                )
-        elif (self._folder / _SINGLE).is_file():
-            where = {}
-        else:
+        where = _weight_map(index) if index.is_file() else {}
+        files = sorted(set(where.values()))
+        missing = [file for file in files if not (self._folder / file).is_file()]
+        if missing == files and (self._folder / _SINGLE).is_file():
+            where, files, missing = {}, [_SINGLE], []  # transformers leaves the index of files that it has replaced
+        if missing:
+            raise FileNotFoundError(
+                f"{index} lists {', '.join(missing)}, which the folder lacks; download the missing files"
+            )
+        if not files:
             raise FileNotFoundError(
                 f"expected {_SINGLE} or {_INDEX} in {self._folder}; convert other formats with transformers: "
                 "from_pretrained(...).save_pretrained(...)"
             )
-        for file in sorted(set(where.values())) or [_SINGLE]:
+        for file in files:
             try:
                 self._files[file] = safe_open(self._folder / file, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
