@@ -117,11 +117,12 @@ def check_exports(folder, path, weights, batch):
     torch.testing.assert_close(adapted, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_all_linear_leaves_out_fused_experts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("targets", [("all-linear",), ["all-linear"]], ids=str)
+def test_all_linear_leaves_out_fused_experts(tmp_path, monkeypatch, targets):
     monkeypatch.delenv("RANK", raising=False)
     path = tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
     batch = make_batch(6, seed=1)
-    engine = build_engine(path, model={"lora": LoraConfig(rank=2, alpha=8.0)})
+    engine = build_engine(path, model={"lora": LoraConfig(rank=2, alpha=8.0, target_modules=targets)})
     adapted = {name.split(".")[-4] for name, _ in engine.get_adapter_param() if ".layers.1." in name}
     engine.train_batch(batch, policy_like_loss, calculate_entropy=True)
     log_probs = engine.infer_batch(batch)["log_probs"].unbind()

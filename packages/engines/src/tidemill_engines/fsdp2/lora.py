@@ -49,7 +49,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, trainable: Sequence
             "ModelConfig.lora requires peft; install it with `pip install 'tidemill-engines[lora]'`"
         ) from error
     heads = sorted({name.rpartition(".")[0] for name in trainable})
-    linear = _linear_layers(model) if config.target_modules == ("all-linear",) else []
+    linear = _linear_layers(model) if list(config.target_modules) == ["all-linear"] else []
     inject_adapter_in_model(peft_config(config, heads, linear), model, _ADAPTER, low_cpu_mem_usage=True)
     adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     # peft's `Linear` also adapts transformers' `Conv1D`, whose weight is transposed.
