@@ -133,7 +133,7 @@ class ParamGroup:
     Attributes:
         pattern: `fnmatch` pattern of the names, such as "*.bias".
         lr_ratio: factor of the scheduled learning rate.
-        weight_decay: weight decay; None is `OptimizerConfig.weight_decay`.
+        weight_decay: weight decay; None is that of parameters without a group, so 0 if they are exempt.
     """
 
     pattern: str
