@@ -71,7 +71,8 @@ class BaseEngine(EnginePersistence[ConfigT]):
         """Run `train_batch`, and return what the model has computed for the loss, before the step. Collective.
 
         Returns:
-            The metrics of `train_batch`, and the columns of `infer_batch`, here of a forward pass in `train_mode`.
+            The metrics of `train_batch`, and the columns of `infer_batch` (without `routed_experts`), here of a forward
+            pass in `train_mode`.
         """
         output = self._train(batch, loss_fn, calculate_entropy=calculate_entropy, keeps_outputs=True)
         return output.metrics, DataProto.from_dict(tensors=dict(output.columns))
