@@ -21,6 +21,7 @@ _GROUP_OF_FIXTURE = {"engine": "sglang", "ray_cluster": "ray"}
 _LONGEST_FIRST = ["cluster", "sglang", "ray"]
 _GROUPS = "tidemill/groups"
 _STDERR = pytest.StashKey[int]()
+_RAY_WORKERS = pytest.StashKey[dict[str, str]]()
 
 
 class GroupScheduling(LoadScopeScheduling):
@@ -97,6 +98,25 @@ def _start_order(item: pytest.Item, group: str | None) -> int:
         return _LONGEST_FIRST.index(group)
     starts_servers = any(item.iter_markers("sglang")) or any(item.iter_markers("ray"))
     return len(_LONGEST_FIRST) + (0 if starts_servers else 1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork Ray's workers, which saves most of their CPU time, but not in slow tests, nor where they import little."""
+    marks = {mark.name for mark in item.iter_markers()}
+    for name in item.session.stash.setdefault(_RAY_WORKERS, {}):
+        os.environ.pop(name, None)
+    if "ray" in marks and "slow" not in marks and "dispatch" not in item.path.parts:
+        os.environ |= _forked_workers(item.session.stash)
+
+
+def _forked_workers(stash: pytest.Stash) -> dict[str, str]:
+    import torch
+    from tidemill_testing.ray_workers import fork_ray_workers
+
+    # Some of the preloaded modules initialize CUDA, and a process forked after that cannot use it.
+    if not stash[_RAY_WORKERS] and not torch.cuda.is_available():
+        stash[_RAY_WORKERS] = fork_ray_workers()
+    return stash[_RAY_WORKERS]
 
 
 @pytest.fixture(scope="session", autouse=True)
