@@ -177,7 +177,7 @@ class Recorder:
                 candidates += [(child, end) for child in turn.children]
                 if turn.branch in lineage and end > length:
                     best, length = turn, end
-        new, size = ids[length:], len(self._template.tokenizer)
+        new, size = ids[length:], self._template.vocab_size
         wrong = [token for token in new if not 0 <= token < size]
         if wrong:
             raise ValueError(f"token_ids must be >= 0 and < {size}, the size of the vocabulary, got {wrong[0]}")

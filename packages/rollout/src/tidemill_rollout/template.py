@@ -46,6 +46,7 @@ class ChatTemplate:
         keep_reasoning: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)  # takes tens of milliseconds for 150,000 tokens
         self._kwargs = dict(kwargs or {})
         self._keep_reasoning = keep_reasoning
         self._removable = _REASONING if keep_reasoning else _EMPTY_REASONING
