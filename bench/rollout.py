@@ -5,7 +5,8 @@
     python bench/rollout.py --profile     the functions that cost most per turn
     python bench/rollout.py --tiny        checks that the benchmark runs; the numbers mean nothing
 
-The model is a tiny Qwen3 with random weights and Qwen3's chat template. The bare engine receives the same requests
+The model is a tiny Qwen3 with random weights and Qwen3's chat template. Overhead without an engine and memory are those
+with a vocabulary as large as Qwen3's. The bare engine receives the same requests
 through `Engine.async_generate`, in alternating rounds; each number is the minimum of all rounds. The overhead is that
 of the process that runs the sessions, in CPU time, which other jobs on the machine hardly change, and in wall time. An
 idle engine needs longer for its next request, so for one session the wall time outside the engine is printed too.
@@ -52,6 +53,8 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = Path(__file__).parent.parent / "packages/rollout/tests/templates/qwen3.jinja"
 NUM_TOKENS = 16
+VOCABULARY = 1024
+VOCABULARY_OF_QWEN3 = 151_669
 LIMITS_MS = {"one turn": 2.0, "two turns": 2.0, "two turns, HTTP": 5.0}
 EpisodeOf = Callable[[Policy, int], Awaitable[None]]
 SINGLE_TURN = single_turn(lambda solution_str, **_: float(len(solution_str)))
@@ -97,18 +100,23 @@ class RecordingEngine:
         return generation
 
 
-def build_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with `VOCABULARY` tokens that occur, and others up to `vocab_size`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 2,
+        vocab_size=VOCABULARY - 2,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEMPLATE.read_text(), *QUESTIONS], trainer)
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"unused{number}": number for number in range(len(vocabulary), vocab_size - 2)}
+    tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -277,7 +285,7 @@ async def outside_engine(
 
 
 async def overhead(tokenizer: PreTrainedTokenizerFast, rounds: int, num_sessions: int) -> None:
-    """Print the time of a turn without an engine, by position of the turn in the conversation."""
+    """Print the time of a turn without an engine: of an episode of one text, and by position in a conversation."""
     recording = RecordingEngine(ReadyEngine(len(tokenizer), NUM_TOKENS))
     policy = Policy(recording, tokenizer, SessionConfig(sampling=SAMPLING))
 
@@ -291,13 +299,22 @@ async def overhead(tokenizer: PreTrainedTokenizerFast, rounds: int, num_sessions
             for token_ids, sampling in requests:
                 await recording._engine.generate(token_ids, sampling, session_id=session_id)
 
+    async def texts() -> None:
+        recording.requests.clear()
+        for seed in range(num_sessions):
+            await one_turn(policy, seed)
+
+    def row(name: str, ours: float, plain: float) -> None:
+        print(f"{name}: session {1e3 * ours / num_sessions:6.3f}, engine alone {1e3 * plain / num_sessions:6.3f}")
+
     print("\nturn with an engine that replies at once, CPU time per turn in ms")
+    ours, plain = await alternate(rounds, texts, bare)
+    row("text  ", minimum(ours).cpu_s, minimum(plain).cpu_s)
     before, before_bare = 0.0, 0.0
     for count in range(1, len(QUESTIONS) + 1):
         ours, plain = await alternate(rounds, lambda count=count: sessions(count), bare)
-        total = 1e3 * minimum(ours).cpu_s / num_sessions
-        total_bare = 1e3 * minimum(plain).cpu_s / num_sessions
-        print(f"turn {count}: session {total - before:6.3f}, engine alone {total_bare - before_bare:6.3f}")
+        total, total_bare = minimum(ours).cpu_s, minimum(plain).cpu_s
+        row(f"turn {count}", total - before, total_bare - before_bare)
         before, before_bare = total, total_bare
 
 
@@ -361,7 +378,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(VOCABULARY_OF_QWEN3)
     if args.profile:
         asyncio.run(profile(tokenizer, 500))
         return 0
@@ -372,7 +389,7 @@ def main() -> int:
     if args.no_engine:
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        worst = asyncio.run(with_sglang(Path(folder), tokenizer, sizes, rounds))
+        worst = asyncio.run(with_sglang(Path(folder), build_tokenizer(VOCABULARY), sizes, rounds))
     print()
     for name, limit in LIMITS_MS.items():
         result = "ok" if worst[name] <= limit else "MISSED"
