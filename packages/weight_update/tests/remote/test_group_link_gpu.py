@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from interrupted_trainer import check_survivor, check_usable, run
+from interrupted_trainer import check_survivor, check_usable, is_at_most, run
 from remote_engines import RankProcess, RemoteEngine, resources, settled, steady
 from tidemill_weight_update import GroupLink, WeightUpdater
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
@@ -63,11 +63,13 @@ def test_close_releases_files_sockets_threads_and_gpu_memory(rank):
     for version in range(2):  # NCCL allocates some memory once and keeps it
         update_and_close(version)
     free = torch.cuda.mem_get_info(0)[0]
-    before, on_engine = steady(resources), engine.ask_all("resources")
+    before, ((files, sockets, threads),) = steady(resources), engine.ask_all("resources")
+    one_socket_more = files + 1, sockets + 1, threads  # NCCL may close one of the last link's only during the next link
     for version in range(3):
         update_and_close(version)
     assert settled(resources, before.__eq__) == before
-    assert settled(lambda: engine.ask_all("resources"), on_engine.__eq__) == on_engine
+    on_engine = settled(lambda: engine.ask_all("resources")[0], lambda now: is_at_most(now, one_socket_more))
+    assert is_at_most(on_engine, one_socket_more)  # a leak of one by each of the three links exceeds it
     enough = free - (4 << 20)
     assert settled(lambda: torch.cuda.mem_get_info(0)[0], enough.__le__) >= enough
     engine.close()
