@@ -38,7 +38,12 @@ START_S = 15.0
 
 def main() -> int:
     """Run all cases; return 0 if every case was measured or ran out of memory."""
-    args = _arguments()
+    parser = _parser()
+    args = parser.parse_args()
+    try:
+        all_cases = [case for num_gpus in args.gpus for case in _cases(args, num_gpus)]
+    except ValueError as error:
+        parser.error(f"argument --cases: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` blocks that stop the ranks
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -46,7 +51,6 @@ def main() -> int:
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"tidemill_inductor_{os.getuid()}"))
     )
-    all_cases = [case for num_gpus in args.gpus for case in _cases(args, num_gpus)]
     effort = Effort(
         steps=args.steps,
         repeats=args.repeat,
@@ -68,7 +72,7 @@ def main() -> int:
     return 1 if any("error" in result for _, result in report.results) else 0
 
 
-def _arguments() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     sized = {f"{word}N": meaning for word, meaning in SIZES.items()}
     words = "\n".join(f"  {word:10} {meaning}" for word, meaning in (WORDS | sized).items())
     parser = argparse.ArgumentParser(
@@ -86,7 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of all cases")
     parser.add_argument("--profile", action="store_true", help="also profile one step")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=Effort().device)
-    return parser.parse_args()
+    return parser
 
 
 def _bounds(text: str) -> tuple[int, int]:

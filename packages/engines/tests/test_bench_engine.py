@@ -161,6 +161,22 @@ def test_profile_groups_kernels():
     ]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--models", "30b", "unknown models 30b; use some of 0.6b, "),
+        ("--cases", "fast", "unknown words fast in 'tiny:fast'; use some of megatron, "),
+        ("--cases", "30b:base", "unknown model '30b' in '30b:base'; use one of 0.6b, "),
+        ("--cases", "megatron+tp4", "'tiny:megatron+tp4': tp 4, pp 1 and ep 1 must divide the 1 GPUs"),
+    ],
+)
+def test_unknown_names_are_errors_of_the_command_line(option, value, reason):
+    command = [sys.executable, str(BENCH / "engine.py"), "--models", "tiny", "--device", "cpu", option, value]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert f"engine.py: error: argument {option}: {reason}" in run.stderr
+
+
 def test_benchmark_runs_on_cpu(tmp_path):
     command = [sys.executable, str(BENCH / "engine.py"), "--models", "tiny", "--device", "cpu", "--steps", "2"]
     run = subprocess.run(
