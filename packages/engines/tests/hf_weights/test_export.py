@@ -102,6 +102,18 @@ def test_export_has_tokenizers_of_other_names(tmp_path, name):
     assert (tmp_path / "exported" / name).read_text() == "tokens"
 
 
+def test_export_into_the_folder_of_the_model_replaces_its_weights(tmp_path):
+    path = tiny_model(tmp_path / "model", "qwen2", vocab_size=VOCAB)
+    (path / "tokenizer.json").write_text("{}")
+    engine = build_engine(path, optimizer=False)
+    weights = weights_of(engine)
+    engine.save_hf(path, dtype="bfloat16")
+    engine.close()
+    written = load_file(path / "model.safetensors")
+    assert all(torch.equal(written[name], weight.bfloat16()) for name, weight in weights.items())
+    assert (path / "tokenizer.json").read_text() == "{}"
+
+
 def test_plan_shards():
     assert plan_shards([], 10) == []
     assert plan_shards([("a", 4), ("b", 6), ("c", 1)], 10) == [["a", "b"], ["c"]]

@@ -157,7 +157,9 @@ def _write_config(config: PretrainedConfig, path: Path, dtype: str) -> None:
 
 
 def _copy_side_files(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, generation config and model code, if `source` has them."""
+    """Copy tokenizer, chat template, generation config and model code, if `source` has them and is another folder."""
+    if source.resolve() == target.resolve():
+        return
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
