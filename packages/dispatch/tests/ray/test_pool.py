@@ -21,6 +21,13 @@ def test_wrong_pool_arguments_are_refused(arguments, message):
         RayResourcePool(**arguments)
 
 
+@pytest.mark.parametrize("processes", [2, 2.0, "2", [2.0], ["2"]])
+def test_pool_without_whole_numbers_is_refused(processes):
+    with pytest.raises(TypeError, match="processes of each node, such as \\[4, 4\\], got ") as caught:
+        RayResourcePool(processes)
+    assert str(caught.value).endswith(repr(processes))
+
+
 def test_wrong_splits_and_merges_are_refused():
     pool = RayResourcePool([4, 2])
     for sizes in (4, 0, [3, 2], [7], [6, 0], []):

@@ -73,6 +73,13 @@ def test_death_after_a_restart_is_noticed(group):
         group.rank_one_sleeps()
 
 
+def test_restart_of_a_repeated_rank_is_refused(group):
+    pids = group.pid()
+    with pytest.raises(ValueError, match=r"restart requires each rank once, got \[1, 1\]"):
+        group.restart([1, 1])
+    assert group.pid() == pids
+
+
 def test_group_that_was_shut_down_cannot_be_restarted(group):
     group.shutdown()
     workers = list(group.workers)

@@ -238,10 +238,12 @@ class RayWorkerGroup:
 
         Raises:
             RuntimeError: another driver started the group, or it was shut down.
-            ValueError: the group has no such rank.
+            ValueError: the group has no such rank, or a rank is repeated.
         """
         if unknown := [rank for rank in ranks if rank not in range(self.world_size)]:
             raise ValueError(f"group {self.name!r} has the ranks 0 to {self.world_size - 1}, got {unknown}")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"restart requires each rank once, got {list(ranks)}; remove the repeated ones")
         self._processes.restart(ranks)
         self._tables, self._layouts = [], {}
 

@@ -1,6 +1,7 @@
 """Resource pools: how many processes groups have, on how many nodes, with which resources."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from tidemill_dispatch.ray.reservation import Placement, Reservation
 
@@ -27,7 +28,7 @@ class RayResourcePool:
     Raises:
         ValueError: no nodes, a count below 1, negative or no resources, several GPUs that do not divide by
             `max_colocate_count`, or `distinct_nodes` with several groups and several processes with GPUs on a node.
-        TypeError: `process_on_nodes` is a number.
+        TypeError: `process_on_nodes` is no list of whole numbers.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class RayResourcePool:
         max_colocate_count: int = 1,
         placement_timeout_s: float = 30.0,
     ):
-        if isinstance(process_on_nodes, int):
+        is_list = isinstance(process_on_nodes, Sequence)
+        if not is_list or not all(isinstance(count, Integral) for count in process_on_nodes):
             raise TypeError(
-                f"process_on_nodes must be a list with the number of processes of each node, got {process_on_nodes}; "
-                f"write [{process_on_nodes}]"
+                "process_on_nodes must be a list with the number of processes of each node, such as [4, 4], got "
+                f"{process_on_nodes!r}"
             )
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
             raise ValueError(
