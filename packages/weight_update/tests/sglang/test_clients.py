@@ -206,6 +206,11 @@ def test_data_and_pipeline_parallel_engines_are_refused(local, server, arguments
             WeightUpdater([engine]).update(ITEMS, 1)
 
 
+def test_local_engine_of_a_string_is_refused():
+    with pytest.raises(TypeError, match=r"engine must be an sglang\.Engine, got 'http://host:1'; .* HttpEngine\(url\)"):
+        LocalEngine("http://host:1")
+
+
 def test_local_engine_reports_why_it_cannot_flush(local):
     engine = LocalEngine(local, timeout_s=0.1)
     assert (repr(engine), engine.tp_size) == ("LocalEngine(tiny, tp_size=2)", 2)

@@ -36,9 +36,17 @@ class LocalEngine:
     Args:
         engine: stock `sglang.Engine`, with any launch arguments.
         timeout_s: longest wait for one response of the engine, including running requests.
+
+    Raises:
+        TypeError: `engine` is a string.
     """
 
     def __init__(self, engine: "Engine", *, timeout_s: float = 300.0) -> None:
+        if isinstance(engine, str):
+            raise TypeError(
+                f"engine must be an sglang.Engine, got {engine!r}; start one with sglang.Engine(model_path=...), or "
+                "use HttpEngine(url) for a server"
+            )
         self._engine = engine
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop alone keeps weak references
