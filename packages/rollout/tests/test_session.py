@@ -7,10 +7,25 @@ import pytest
 import torch
 from episode_cases import run
 from template_cases import user
-from tidemill_rollout import Generation, LimitError, Policy, SamplingParams, SessionConfig, SessionEndedError
+from tidemill_rollout import (
+    Generation,
+    LimitError,
+    Policy,
+    SamplingParams,
+    SessionConfig,
+    SessionEndedError,
+    SGLangEngine,
+)
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "what is the weather today"}
+
+
+def test_string_in_place_of_an_engine_is_refused(tokenizer):
+    with pytest.raises(TypeError, match=r"engine must be an object such as SGLangServer\(url\), got 'http://host:1'"):
+        Policy("http://host:1", tokenizer)
+    with pytest.raises(TypeError, match=r"engine must be an sglang\.Engine, got 'model'; .* SGLangServer\(url\)"):
+        SGLangEngine("model")
 
 
 def test_second_reply_continues_the_recorded_tokens(scripted, tokenizer):

@@ -27,6 +27,9 @@ class Policy:
         keep_reasoning: continue the sampled tokens where the template would remove the reasoning of earlier replies
             (see `ChatTemplate`).
         endpoint: endpoint at which `run` serves each session while its episode runs.
+
+    Raises:
+        TypeError: `engine` is a string.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class Policy:
         keep_reasoning: bool = False,
         endpoint: Endpoint | None = None,
     ) -> None:
+        if isinstance(engine, str):
+            raise TypeError(f"engine must be an object such as SGLangServer(url), got {engine!r}")
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.engine = engine
         self.config = SessionConfig() if config is None else config

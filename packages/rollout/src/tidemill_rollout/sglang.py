@@ -90,11 +90,19 @@ class SGLangEngine:
         recompute_kv_cache: compute the keys and values of interrupted requests again. False: they continue with those
             that SGLang's prefix cache still has, which the weight update must not flush. Requests whose first token
             comes after `proceed` never find these: they have another `extra_key`.
+
+    Raises:
+        TypeError: `engine` is a string.
     """
 
     def __init__(
         self, engine: Any, *, arguments: Mapping[str, Any] = MappingProxyType({}), recompute_kv_cache: bool = True
     ) -> None:
+        if isinstance(engine, str):
+            raise TypeError(
+                f"engine must be an sglang.Engine, got {engine!r}; start one with sglang.Engine(model_path=...), or "
+                "use SGLangServer(url) for a server"
+            )
         self._engine = engine
         self._arguments = dict(arguments)
         self._recomputes = recompute_kv_cache
