@@ -72,6 +72,15 @@ def test_doctor_writes_and_reads_where_checkpoints_will_be(doctor, assets, where
         assert not file_system(url).find(url)
 
 
+@pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.checkpoint_dir"])
+def test_doctor_reports_a_folder_that_cannot_be_written(doctor, assets, tmp_path, key):
+    (tmp_path / "file").touch()
+    status, printed = doctor(DEMO_CONFIG, *assets, "engine.device=cpu", f"{key}={tmp_path}/file/runs")
+    assert status == 1
+    assert f"config key {key}: could not write to {tmp_path}/file/runs/" in " ".join(printed.err.split())
+    assert "set it to a folder in which files can be written" in " ".join(printed.err.split())
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

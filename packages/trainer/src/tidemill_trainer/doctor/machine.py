@@ -17,12 +17,14 @@ def inspect_machine(config: RunConfig) -> list[Finding]:
     """Check this machine for a run without a cluster."""
     facts = read_facts(None, None)
     findings = [*check_devices(facts, config, has_cuda=torch.cuda.is_available()), *check_node(facts)]
-    if config.trainer.checkpoint_dir is not None:
-        try:
-            with shared_file(config.trainer.checkpoint_dir) as file:
-                file.check()
-        except OSError as error:
-            findings.append(not_shared("trainer.checkpoint_dir", facts.name, str(error)))
+    folders = {"trainer.run_dir": config.trainer.run_dir, "trainer.checkpoint_dir": config.trainer.checkpoint_dir}
+    for key, folder in folders.items():
+        if folder is not None:
+            try:
+                with shared_file(folder) as file:
+                    file.check()
+            except OSError as error:
+                findings.append(not_shared(key, facts.name, str(error)))
     return findings
 
 

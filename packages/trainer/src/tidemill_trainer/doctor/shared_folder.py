@@ -68,7 +68,7 @@ def not_shared(key: str, node: str, error: str) -> Finding:
     return Finding(
         node=node,
         cause=f"config key {key}: {error}",
-        remedy="set it to a folder of a file system that all nodes share"
+        remedy="set it to a folder in which files can be written, of a file system that all nodes share"
         + (
             ", or to a URL that all nodes reach, and install its file system" if key == "trainer.checkpoint_dir" else ""
         ),

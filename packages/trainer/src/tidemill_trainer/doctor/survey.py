@@ -70,13 +70,13 @@ class Survey:
             self.findings += [*check_node(node), *check_model(node)]
         if checkpoint_dir is not None:
             self._check_shared("trainer.checkpoint_dir", checkpoint_dir)
+        self._check_shared("trainer.run_dir", self._run_dir)
         if len(nodes) < 2:
             return
         for node in nodes:
             self.findings += check_address(node)
         self.findings += compare_nodes(nodes)
         self.findings += compare_clocks(self._clocks())
-        self._check_shared("trainer.run_dir", self._run_dir)
 
     def clean(self) -> dict[str, list[str]]:
         """Remove what dead runs left on each node; return what was removed, by the name of the node."""
