@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tidemill_dataproto import DataProto, ragged
+from tidemill_trainer.checkpoints import CheckpointError
 from tidemill_trainer.cli import DEMO_CONFIG
 from tidemill_trainer.config_file import load_config
 from tidemill_trainer.learner import Learner
@@ -47,6 +48,9 @@ class Actor:
             values = ragged.values(given)
             columns["routed_experts"] = ragged.like(torch.where(values < 0, ROUTER_EXPERT, values), given)
         return Done(DataProto.from_dict(columns))
+
+    def load_checkpoint(self, folder):
+        pass
 
     def update_actor(self, batch):
         self.updates.append(batch)
@@ -135,6 +139,17 @@ def test_adaptive_kl_coefficient_counts_the_episodes_that_are_trained_on():
     episodes = DataProto.concat([scored(), dropped])
     coefficients = [learner.add_advantages(batch, episodes)[1]["actor/reward_kl_penalty_coeff"] for _ in range(2)]
     assert coefficients == [0.5, pytest.approx(0.5 * (1 + 0.2 * ROWS / (10 * ROWS)))]
+
+
+@pytest.mark.parametrize("content", [None, "", '{"kl_coef": 0.', "[]", "{}"])
+def test_damaged_kl_coefficient_of_a_checkpoint_is_reported(tmp_path, content):
+    overrides = ["model.path=m", "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.kl_coef=0.5"]
+    config = load_config(DEMO_CONFIG, [*overrides, "algorithm.target_kl=0.1"])
+    learner = Learner(config, RoleGroups(config, Actor(replays=False), {}))
+    if content is not None:
+        (tmp_path / "kl.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"the checkpoint {tmp_path} has a damaged kl\.json .*; remove"):
+        learner.load_checkpoint(str(tmp_path))
 
 
 def test_column_that_a_loss_reads_is_part_of_its_mini_batches(tmp_path):

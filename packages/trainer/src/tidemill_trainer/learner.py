@@ -225,10 +225,20 @@ class Learner:
         return self._groups.hash_weights()
 
     def load_checkpoint(self, folder: str) -> None:
-        """Restore what `save_checkpoint` saved, after `init_roles`."""
+        """Restore what `save_checkpoint` saved, after `init_roles`.
+
+        Raises:
+            CheckpointError: the file of the KL penalty is damaged or missing.
+        """
         self._groups.load_checkpoint(absolute(folder))
         if self._config.algorithm.target_kl is not None:  # else the configuration has the coefficient
-            self._kl.load_state_dict(json.loads(read_text(f"{folder}/{_KL_STATE}")))
+            try:
+                self._kl.load_state_dict(json.loads(read_text(f"{folder}/{_KL_STATE}")))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint {folder} has a damaged {_KL_STATE} ({error}); remove its folder to resume "
+                    "without it"
+                ) from error
 
     def _mini_batches(
         self,
