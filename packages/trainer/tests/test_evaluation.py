@@ -72,6 +72,12 @@ def test_results_per_source_leave_failed_episodes_out():
     assert results["all"]["acc/mean@2"]["num_problems"] == 3
 
 
+def test_source_named_all_keeps_its_results():
+    results = evaluate_summaries([_summary("a", 1.0, source="all"), _summary("b", 0.0)], 1)
+    means = {source: group["acc/mean@1"]["mean"] for source, group in results.items()}
+    assert means == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
+
+
 def test_model_at_a_url_is_downloaded_to_the_folder_of_the_run(assets, tmp_path):
     run, url = tmp_path / "runs" / "mine", f"file://{tmp_path}/elsewhere"
     run.mkdir(parents=True)

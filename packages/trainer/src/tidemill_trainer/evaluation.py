@@ -57,6 +57,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def evaluate_summaries(summaries: Sequence[EpisodeSummary], n: int) -> dict[str, dict[str, Any]]:
     """Compute the results of each data source and of all problems together ("all").
 
+    If a data source has the name "all", the results of all problems are "all sources".
+
     Args:
         summaries: `n` episodes per problem. Failed ones are counted and left out.
         n: samples per problem.
@@ -71,7 +73,7 @@ def evaluate_summaries(summaries: Sequence[EpisodeSummary], n: int) -> dict[str,
         by_source[summary.task.problem.data_source].append(summary)
     groups = dict(sorted(by_source.items()))
     if len(groups) > 1:
-        groups[TOTAL] = list(summaries)
+        groups[TOTAL if TOTAL not in groups else f"{TOTAL} sources"] = list(summaries)
     return {source: _results(group, n) for source, group in groups.items()}
 
 
