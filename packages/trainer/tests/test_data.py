@@ -215,6 +215,13 @@ def test_jsonl_with_byte_order_mark_and_surrogate_pair_is_read(tmp_path):
     assert list(read_rows(tmp_path / "a.jsonl")) == [{"prompt": "\U0001f600"}]
 
 
+def test_blank_lines_are_skipped_and_not_numbered(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "1"}\n \r\n{"prompt": 2}\n\n')
+    assert list(read_rows(tmp_path / "a.jsonl")) == [{"prompt": "1"}, {"prompt": 2}]
+    with pytest.raises(DataError, match=r"a\.jsonl, row 2: expected `prompt` as a string"):
+        load_prompts([str(tmp_path / "a.jsonl")], tokenizer, DataConfig())
+
+
 def test_row_of_sft_that_cannot_be_tokenized_is_rejected_with_file_and_row(tmp_path, tokenizer):
     file = _write(tmp_path / "s.jsonl", [{"prompt": "1", "response": "2"}, {"prompt": "1", "response": "\ud800"}])
     with pytest.raises(DataError, match=r"s\.jsonl, row 2: column 'response' has half of a surrogate pair"):

@@ -176,7 +176,7 @@ def with_responses(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Data
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` or `.parquet` file as dicts.
+    """Yield the rows of a `.jsonl` or `.parquet` file as dicts, without blank lines.
 
     Arrow gives all structs of a column the same fields, and reads a field that a struct does not have as null. So a
     missing field and a null are the same in Parquet, and both are left out of the dicts in a column, at any depth.
@@ -203,7 +203,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a file name that ends in .jsonl or .parquet, got {path.name!r}")
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(filter(bytes.strip, lines), start=1):
             try:
                 row = _parse_row(line)
             except ValueError as error:
