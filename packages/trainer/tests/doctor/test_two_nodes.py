@@ -58,7 +58,7 @@ def test_equal_nodes_have_no_errors_and_their_link_is_measured(doctor):
 def test_node_that_differs_is_named_with_cause_and_remedy(doctor):
     status, output = doctor("model.path=/tmp/model", "trainer.run_dir=/tmp/runs", "episode.num_workers=3")
     assert status == 1
-    assert "the run requires 5 CPUs, " in output
+    assert "the cluster: no room for episode.num_workers=3, only for " in output
     assert "node1 (10.77.0.2): the model differs from that on node0 (10.77.0.1) in config.json; copy " in output
     assert "node1 (10.77.0.2): config key trainer.run_dir: a file that the driver wrote to /tmp/runs cannot" in output
     assert "3 errors" in output
