@@ -101,7 +101,7 @@ def _start_order(item: pytest.Item, group: str | None) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fork Ray's workers, which saves most of their CPU time, but not in slow tests, nor where they import little."""
+    """Fork Ray's workers and their engines, which saves CPU time; not in slow tests, nor where they import little."""
     marks = {mark.name for mark in item.iter_markers()}
     for name in item.session.stash.setdefault(_RAY_WORKERS, {}):
         os.environ.pop(name, None)

@@ -1,6 +1,10 @@
-"""Ray workers forked from a server with preloaded imports, which take each of them seconds of CPU otherwise."""
+"""Ray workers, and the processes of their SGLang engines, forked from a server with preloaded imports.
+
+Otherwise the imports take each worker seconds of CPU, and each process of SGLang 15 s.
+"""
 
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -48,6 +52,10 @@ def with_launcher(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _serve(listener: socket.socket) -> None:
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
     from tidemill_testing import preload  # noqa: F401
 
     while True:
@@ -75,6 +83,7 @@ def _run_worker(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
+    multiprocessing.set_start_method = lambda method, force: None  # SGLang's processes are forked, not spawned
     runpy.run_path(arguments[0], run_name="__main__")
     sys.exit()
 
