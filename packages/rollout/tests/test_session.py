@@ -28,6 +28,14 @@ def test_string_in_place_of_an_engine_is_refused(tokenizer):
         SGLangEngine("model")
 
 
+def test_prompt_of_text_does_not_count_the_vocabulary(scripted, tokenizer, monkeypatch):
+    """It takes tens of milliseconds for 150,000 tokens, so it would hold up the other episodes of the process."""
+    policy, counted = scripted("the answer<|im_end|>"), []
+    monkeypatch.setattr(type(tokenizer), "__len__", counted.append)
+    asyncio.run(policy.session().generate(text="hello"))
+    assert not counted
+
+
 def test_second_reply_continues_the_recorded_tokens(scripted, tokenizer):
     policy = scripted("the answer<|im_end|>", "forty-two<|im_end|>")
     session = policy.session(seed=7)
