@@ -305,8 +305,6 @@ def test_wrong_group_arguments_are_refused(ray_cluster):
     message = r"FailingWorker\(.*\) cannot be called with these arguments: .*unexpected keyword argument 'fail_at'"
     with pytest.raises(TypeError, match=message):
         RayClassWithInitArgs(FailingWorker, fail_at=1)
-    with pytest.raises(TypeError, match=r"list with the number of processes of each node, got 2; write \[2\]"):
-        RayResourcePool(2)
     with pytest.raises(ValueError, match=r"ClashingWorker registers \['shutdown'\], which are names of attributes"):
         RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker), name_prefix="x")
     init = RayClassWithInitArgs(FailingWorker)
