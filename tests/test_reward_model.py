@@ -31,7 +31,15 @@ def config(make_config, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(config, quiet, tmp_path_factory):
+def unforked():
+    """Start the processes of the run as users do: Ray its workers, and these the processes of SGLang by spawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_RUNTIME_ENV_HOOK", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def train(config, quiet, tmp_path_factory, unforked):
     with Cluster(config, RunDir(tmp_path_factory.mktemp("cluster")), quiet) as cluster:
         cluster.wait_ready()
 
