@@ -289,32 +289,27 @@ async def overhead(tokenizer: PreTrainedTokenizerFast, rounds: int, num_sessions
     recording = RecordingEngine(ReadyEngine(len(tokenizer), NUM_TOKENS))
     policy = Policy(recording, tokenizer, SessionConfig(sampling=SAMPLING))
 
-    async def sessions(num_turns: int) -> None:
+    async def run(episode: EpisodeOf) -> None:
         recording.requests.clear()
         for seed in range(num_sessions):
-            await converse(policy.session(seed=seed), num_turns)
+            await episode(policy, seed)
 
     async def bare() -> None:
         for session_id, requests in list(recording.requests.items()):
             for token_ids, sampling in requests:
                 await recording._engine.generate(token_ids, sampling, session_id=session_id)
 
-    async def texts() -> None:
-        recording.requests.clear()
-        for seed in range(num_sessions):
-            await one_turn(policy, seed)
-
-    def row(name: str, ours: float, plain: float) -> None:
-        print(f"{name}: session {1e3 * ours / num_sessions:6.3f}, engine alone {1e3 * plain / num_sessions:6.3f}")
+    async def ms_of(episode: EpisodeOf) -> tuple[float, float]:
+        ours, plain = await alternate(rounds, lambda: run(episode), bare)
+        return 1e3 * minimum(ours).cpu_s / num_sessions, 1e3 * minimum(plain).cpu_s / num_sessions
 
     print("\nturn with an engine that replies at once, CPU time per turn in ms")
-    ours, plain = await alternate(rounds, texts, bare)
-    row("text  ", minimum(ours).cpu_s, minimum(plain).cpu_s)
+    total, total_bare = await ms_of(one_turn)
+    print(f"text:   session {total:6.3f}, engine alone {total_bare:6.3f}")
     before, before_bare = 0.0, 0.0
     for count in range(1, len(QUESTIONS) + 1):
-        ours, plain = await alternate(rounds, lambda count=count: sessions(count), bare)
-        total, total_bare = minimum(ours).cpu_s, minimum(plain).cpu_s
-        row(f"turn {count}", total - before, total_bare - before_bare)
+        total, total_bare = await ms_of(lambda policy, seed, count=count: converse(policy.session(seed=seed), count))
+        print(f"turn {count}: session {total - before:6.3f}, engine alone {total_bare - before_bare:6.3f}")
         before, before_bare = total, total_bare
 
 
