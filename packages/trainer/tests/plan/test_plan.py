@@ -46,6 +46,12 @@ def test_parameters_are_those_of_the_model(model):
     assert frozen.trainable == sizes.total - params["model.embed_tokens.weight"].numel()
 
 
+def test_parameters_are_counted_without_compiling_the_layers(tmp_path, monkeypatch):
+    path = tiny_model(tmp_path / "model", "qwen3")
+    monkeypatch.setattr("tidemill_engines.fsdp2.model.compile_layers", lambda _: pytest.fail("imports a compiler"))
+    assert count_model(ModelConfig(path=str(path), compile_layers=True)).num_layers == 2
+
+
 def test_model_of_a_benchmark_is_planned_by_its_name(plan):
     status, printed = plan("model.path=qwen3-0.6b", "--device-memory=139GiB", "--num-gpus=1")
     assert status == 0, printed

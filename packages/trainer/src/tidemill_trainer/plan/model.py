@@ -1,6 +1,6 @@
 """The sizes of a model, counted on the meta device: `config.json` is read, and no weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemill_engines.config import ModelConfig
 from tidemill_engines.fsdp2.lora import add_adapters
@@ -63,7 +63,7 @@ def count_model(config: ModelConfig, *, is_value: bool = False) -> ModelSizes:
     Raises:
         ValueError: the engines do not support the model.
     """
-    model = build_model(config)
+    model = build_model(replace(config, compile_layers=False))  # the compiler takes seconds to import
     freeze(model, config.frozen)
     if config.lora is not None:
         add_adapters(model, config.lora)
