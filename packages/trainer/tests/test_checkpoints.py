@@ -5,10 +5,12 @@ import sys
 import time
 
 import pytest
-from tidemill_dispatch import WorkerError
+from tidemill_dispatch import CallTimeoutError, WorkerError
 from tidemill_engines.location import file_system, read_text, sizes, written_to
 from tidemill_testing.s3 import s3_bucket
 from tidemill_trainer.checkpoints import CheckpointError, Checkpoints
+
+_WHERE = {"group": "actor", "rank": 0, "host": "here:1", "method": "load_checkpoint"}
 
 
 def _fill(text):
@@ -132,26 +134,32 @@ def test_damaged_checkpoint_is_rejected_with_the_newest_complete_one(folder):
     checkpoints.save(1, _fill("a"))
     path = checkpoints.save(2, _fill("b"))
     file_system(path).pipe_file(f"{path}/trainer.json", b"{")
-    with pytest.raises(CheckpointError, match=r"step_000002 is damaged .*newest complete .*step_000001; remove the"):
+    with pytest.raises(CheckpointError, match=r"trainer.json is damaged: .*newest complete .*step_000001; if"):
         checkpoints.read_step(path)
     file_system(path).pipe_file(f"{path}/trainer.json", b'{"format": 99, "step": 2}')
     with pytest.raises(CheckpointError, match="must have format 1, got 99; resume it with the version"):
         checkpoints.read_step(path)
 
 
-def test_error_of_a_worker_that_loads_a_damaged_checkpoint_says_how_to_continue(folder):
+@pytest.mark.parametrize("error_type", ["ValueError", "OSError"])
+def test_error_of_a_file_that_a_worker_loads_says_how_to_continue(folder, error_type):
     checkpoints = Checkpoints(folder, max_to_keep=3)
     checkpoints.save(1, _fill("a"))
     path = checkpoints.save(2, _fill("b"))
-
-    def error(error_type):
-        where = {"group": "actor", "rank": 0, "host": "here:1", "method": "load_checkpoint"}
-        return WorkerError(**where, error_type=error_type, error_message="x is damaged", remote_traceback="")
-
     with (
-        pytest.raises(CheckpointError, match=r"step_000002: x is damaged; the newest .*step_000001; if .*remove its"),
+        pytest.raises(CheckpointError, match=r"step_000002: not read; the newest .*step_000001; if .*remove its"),
         checkpoints.loading(path),
     ):
-        raise error("ValueError")
-    with pytest.raises(WorkerError), checkpoints.loading(path):
-        raise error("RuntimeError")
+        raise WorkerError(**_WHERE, error_type=error_type, error_message="not read", remote_traceback="")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError(**_WHERE, error_type="RuntimeError", error_message="no", remote_traceback=""),
+        CallTimeoutError(group="actor", method="load_checkpoint", timeout_s=1.0, still_running=(0,)),
+    ],
+)
+def test_other_errors_of_workers_are_no_fault_of_the_checkpoint(tmp_path, error):
+    with pytest.raises(type(error)), Checkpoints(tmp_path, max_to_keep=3).loading("step_000001"):
+        raise error

@@ -1,5 +1,6 @@
 """Where checkpoints are: folders, or fsspec URLs such as s3://bucket/folder."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from glob import has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -125,6 +127,19 @@ def read_text(file: str) -> str:
         content = file_system(file).cat_file(file)
     assert isinstance(content, bytes)
     return content.decode()
+
+
+def read_json(file: str) -> dict[str, Any]:
+    """Read a JSON object from a file at a path or URL.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(read_text(file))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def write_text(file: str, text: str) -> None:

@@ -7,13 +7,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tidemill_dispatch import CallTimeoutError, WorkerDiedError, WorkerError
-from tidemill_engines.location import read_text, remove, sizes, write_text
+from tidemill_engines.location import read_json, remove, sizes, write_text
 
 FORMAT = 1
 HF_FOLDER = "huggingface"
 """Subfolder of a checkpoint with the policy in Hugging Face format."""
 _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "trainer.json"
+_FILE_ERRORS = ("ValueError", "FileNotFoundError", "OSError")
 
 
 class CheckpointError(RuntimeError):
@@ -112,15 +113,10 @@ class Checkpoints:
         """Return the step of the checkpoint at `path`.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or has another format version.
+            CheckpointError: its file cannot be read, or it has another format version.
         """
-        try:
-            state = json.loads(read_text(f"{path}/{_STATE}"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint {path} is damaged ({error}); {self._newest(path)}; remove the damaged folder to "
-                "resume without it"
-            ) from error
+        with self.loading(path):
+            state = read_json(f"{path}/{_STATE}")
         if state.get("format") != FORMAT:
             raise CheckpointError(
                 f"the checkpoint {path} must have format {FORMAT}, got {state.get('format')}; resume it with the "
@@ -130,15 +126,18 @@ class Checkpoints:
 
     @contextmanager
     def loading(self, path: str) -> Iterator[None]:
-        """Raise CheckpointError from the error of a worker that finds the checkpoint at `path` damaged or unfit."""
+        """Raise CheckpointError from the error of a file of the checkpoint at `path`, here or in a worker."""
         try:
             yield
-        except WorkerError as error:
-            if error.error_type not in ("ValueError", "FileNotFoundError"):
+        except CallTimeoutError:  # an OSError, but no fault of the checkpoint
+            raise
+        except (OSError, ValueError, WorkerError) as error:
+            if isinstance(error, WorkerError) and error.error_type not in _FILE_ERRORS:
                 raise
+            message = error.error_message if isinstance(error, WorkerError) else error
             raise CheckpointError(
-                f"cannot load the checkpoint {path}: {error.error_message}; {self._newest(path)}; if this one is "
-                f"damaged, remove its folder to resume without it"
+                f"cannot load the checkpoint {path}: {message}; {self._newest(path)}; if this one is damaged, remove "
+                "its folder to resume without it"
             ) from error
 
     def _all_steps(self) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from tidemill_algorithms import AdaptiveKLController, FixedKLController, kl_penalty, overlong_penalty
 from tidemill_dataproto import DataProto, ragged
 from tidemill_dispatch.ray import RayWorkerGroup
-from tidemill_engines.location import absolute, read_text, write_text
+from tidemill_engines.location import absolute, read_json, write_text
 
 from tidemill_trainer.algorithm import Algorithm
 from tidemill_trainer.algorithm_config import AlgorithmConfig
@@ -228,17 +228,12 @@ class Learner:
         """Restore what `save_checkpoint` saved, after `init_roles`.
 
         Raises:
-            CheckpointError: the file of the KL penalty is damaged or missing.
+            OSError: the file of the KL penalty cannot be read.
+            ValueError: it is damaged.
         """
         self._groups.load_checkpoint(absolute(folder))
         if self._config.algorithm.target_kl is not None:  # else the configuration has the coefficient
-            try:
-                self._kl.load_state_dict(json.loads(read_text(f"{folder}/{_KL_STATE}")))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"the checkpoint {folder} has a damaged {_KL_STATE} ({error}); remove its folder to resume "
-                    "without it"
-                ) from error
+            self._kl.load_state_dict(read_json(f"{folder}/{_KL_STATE}"))
 
     def _mini_batches(
         self,

@@ -125,9 +125,9 @@ class Rollouts:
         Those start again, from their problem and seed.
 
         Raises:
-            CheckpointError: a file is damaged, or the ledger lacks these steps.
+            CheckpointError: a file is damaged or cannot be read, or the ledger lacks these steps.
         """
-        with _damage_reported(checkpoint), read_from(f"{checkpoint}/{_IN_FLIGHT}", self._temporary) as folder:
+        with _loading(checkpoint), read_from(f"{checkpoint}/{_IN_FLIGHT}", self._temporary) as folder:
             files = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
             saved = {int(path.stem): load_episodes(path) for path in files}
             greedy = {
@@ -371,12 +371,13 @@ def _file(folder: Path, step: int, *, greedy: bool = False) -> Path:
 
 
 @contextmanager
-def _damage_reported(checkpoint: str) -> Iterator[None]:
+def _loading(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {checkpoint} is damaged ({error}); remove its folder to resume without it"
+            f"cannot load the checkpoint {checkpoint}: {error}; if it is damaged, remove its folder to resume without "
+            "it"
         ) from error
 
 

@@ -27,7 +27,7 @@ from tidemill_engines.location import (
     download,
     file_system,
     is_url,
-    read_text,
+    read_json,
     remove,
     reported,
     sizes,
@@ -268,11 +268,8 @@ def _read_whole(location: str) -> dict[str, Any]:
     found = sizes(location)
     if MANIFEST not in found:
         raise FileNotFoundError(f"{location} is not a complete checkpoint: it lacks {MANIFEST}")
-    try:
-        manifest = json.loads(read_text(file))
-        version = manifest["format_version"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} is damaged: {error!r}") from error
+    manifest = read_json(file)
+    version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"{location} has checkpoint format {version!r}; this version supports {FORMAT_VERSION}")
     for name, (size, _) in manifest["files"].items():
