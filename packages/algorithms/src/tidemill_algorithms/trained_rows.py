@@ -26,6 +26,7 @@ class TrainedRows:
         lengths: int64 [b], trained tokens of each row.
         trained: index of the trained ones in `tokens`.
         elements: index of the elements that are not padding in the flattened [b, T].
+        num_tokens: tokens of all rows of the batch.
     """
 
     rows: slice
@@ -33,6 +34,7 @@ class TrainedRows:
     lengths: np.ndarray
     trained: slice | np.ndarray
     elements: slice | np.ndarray
+    num_tokens: int
 
     @classmethod
     def of(cls, response_mask: torch.Tensor) -> Iterator["TrainedRows"]:
@@ -48,12 +50,23 @@ class TrainedRows:
                 lengths=counts,
                 trained=_index(mask[tokens]),
                 elements=_index(is_element.reshape(-1)),
+                num_tokens=len(mask),
             )
 
     def read(self, column: torch.Tensor) -> np.ndarray:
-        """Return a ragged column [B, j] at the trained tokens, float64 [b, T], 0 in the padding."""
+        """Return a ragged column [B, j] at the trained tokens, float64 [b, T], 0 in the padding.
+
+        Raises:
+            ValueError: the column has more or fewer values than `response_mask`.
+        """
+        values = ragged.values(column)
+        if len(values) != self.num_tokens:
+            raise ValueError(
+                f"expected columns with one value for each of the {self.num_tokens} tokens of response_mask, got one "
+                f"with {len(values)} values"
+            )
         padded = np.zeros((len(self.lengths), self.lengths.max(initial=0)))
-        padded.reshape(-1)[self.elements] = ragged.values(column)[self.tokens].detach().double().numpy()[self.trained]
+        padded.reshape(-1)[self.elements] = values[self.tokens].detach().double().numpy()[self.trained]
         return padded
 
     def outcome(self, rewards: torch.Tensor) -> np.ndarray:

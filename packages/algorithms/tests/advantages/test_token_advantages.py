@@ -57,6 +57,14 @@ def test_outcome_is_the_reward_of_the_last_trained_token_of_each_row():
     assert not ragged.values(token_rewards(batch)).any()
 
 
+@pytest.mark.parametrize("name", ["gae", "vapo"])
+def test_values_of_prompt_and_response_are_refused(name):
+    batch = batch_of([[1, 1], [1]])
+    batch.batch["values"] = ragged.ragged(torch.arange(5.0), [3, 2])
+    with pytest.raises(ValueError, match="each of the 3 tokens of response_mask, got one with 5 values"):
+        ADV_ESTIMATORS[name](batch)
+
+
 def test_reward_of_a_token_that_is_not_trained_is_an_error():
     batch = batch_of([[1], [1, 0, 1]], values=[[0.0], [0.0] * 3], token_level_rewards=[[1.0], [0.0, 0.5, 1.0]])
     for name in ("gae", "reinforce_plus_plus", "vapo"):
