@@ -56,6 +56,17 @@ def test_terms_and_metrics_of_another_shape_are_an_error(returned, message, bypa
         )
 
 
+def test_own_policy_loss_without_metrics_is_an_error_with_its_name():
+    def own(log_probs, batch, *, scale=1.0):
+        return -log_probs
+
+    batch, log_probs = make_batch(1)
+    with pytest.raises(TypeError, match=r"policy loss own must return \(terms, metrics\), got Tensor"):
+        loss_and_gradient(ActorLoss(policy_loss=own), weigh(batch), log_probs, counts_of(batch))
+    with pytest.raises(ValueError, match="policy loss own has no option sale; it has scale"):
+        ActorLoss(policy_loss=own, options={"sale": 2.0})
+
+
 def test_rollout_weights_multiply_terms_but_not_the_entropy():
     batch, log_probs = make_batch(2)
     entropy = ragged.like(torch.rand(len(ragged.values(log_probs))), log_probs)

@@ -86,8 +86,7 @@ class ActorLoss:
         unknown = sorted(self.options.keys() - set(known))
         if unknown:
             raise ValueError(
-                f"policy loss {self.policy_loss} has no option {', '.join(unknown)}; it has "
-                f"{', '.join(known) or 'none'}"
+                f"policy loss {self._name()} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
             )
         if self.bypass_correction is not None:
             nothing = ragged.ragged(torch.zeros(0), [])
@@ -102,17 +101,25 @@ class ActorLoss:
     def _function(self) -> PolicyLoss:
         return POLICY_LOSSES[self.policy_loss] if isinstance(self.policy_loss, str) else self.policy_loss
 
+    def _name(self) -> str:
+        return str(getattr(self.policy_loss, "__name__", self.policy_loss))
+
     def _loss_terms(self, log_probs: torch.Tensor, batch: DataProto) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         for name in ("old_log_probs", "advantages"):
             if name in batch.batch.keys():  # noqa: SIM118
                 values_per_token(batch, name, log_probs)
-        terms, metrics = self._function()(log_probs, batch, **self.options)
+        result = self._function()(log_probs, batch, **self.options)
+        if not isinstance(result, tuple):
+            kind = type(result).__name__
+            raise TypeError(
+                f"policy loss {self._name()} must return (terms, metrics), got {kind}; metrics may be an empty dict"
+            )
+        terms, metrics = result
         named = {"the terms": terms} | {f"metric {name!r}": values for name, values in metrics.items()}
         for name, values in named.items():
             if values.shape != log_probs.shape:  # broadcasting would mix tokens
-                loss = getattr(self.policy_loss, "__name__", self.policy_loss)
                 raise ValueError(
-                    f"policy loss {loss} must return a term for each token, and metrics of the same shape "
+                    f"policy loss {self._name()} must return a term for each token, and metrics of the same shape "
                     f"{tuple(log_probs.shape)}; the shape of {name} is {tuple(values.shape)}. The mean over tokens is "
                     f"taken afterwards (loss_agg_mode)"
                 )
@@ -157,6 +164,7 @@ class ActorLoss:
         Raises:
             ValueError: the loss is not finite, and the error names the first row and token; or the policy loss returned
                 another shape than [N], or a column has one.
+            TypeError: the policy loss did not return (terms, metrics).
         """
         weights = values_per_token(micro_batch, "loss_weights", model_output.log_probs)
         mask, num_tokens = ragged.values(micro_batch["response_mask"]).float(), normalizer.num_tokens
