@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tidemill_dataproto import DataProto, ragged
 
+from tidemill_algorithms.rewards import check_rewards
 from tidemill_algorithms.trained_rows import count_trained
 
 
@@ -44,14 +45,10 @@ class Groups:
                 problem, and, if episodes have several rows, `episode` int64 [B], equal for the rows of one episode.
 
         Raises:
-            ValueError: rows of one episode have different rewards or problems, or a reward is not finite.
+            ValueError: rows of one episode have different rewards or problems, or a reward is not a finite number.
         """
         mask, rewards = batch["response_mask"], batch["rewards"].double()
-        if not rewards.isfinite().all():
-            row = int((~rewards.isfinite()).nonzero()[0])
-            raise ValueError(
-                f"expected finite rewards, got {float(rewards[row])} in row {row}; drop the rows of failed episodes"
-            )
+        check_rewards("rewards", rewards)
         _, group = np.unique(np.asarray(batch["uid"], dtype=str), return_inverse=True)
         group = torch.from_numpy(group.reshape(-1).astype(np.int64))
         if "episode" in batch.batch.keys():  # noqa: SIM118

@@ -89,10 +89,10 @@ def reward_reader(batch: DataProto) -> Callable[[TrainedRows], np.ndarray]:
     """
     if "token_level_rewards" not in batch.batch.keys():  # noqa: SIM118
         rewards = batch["rewards"]
-        check_finite("rewards", rewards)
+        check_rewards("rewards", rewards)
         return lambda rows: rows.outcome(rewards)
     column, response_mask = batch["token_level_rewards"], batch["response_mask"]
-    check_finite("token_level_rewards", ragged.segment_sum(ragged.values(column), column))
+    check_rewards("token_level_rewards", ragged.segment_sum(ragged.values(column), column))
     is_lost = (ragged.values(column) != 0) & ~ragged.values(response_mask).bool()
     if is_lost.any():
         row = int(torch.searchsorted(ragged.offsets(column), is_lost.nonzero()[0], right=True)) - 1
@@ -103,11 +103,15 @@ def reward_reader(batch: DataProto) -> Callable[[TrainedRows], np.ndarray]:
     return lambda rows: rows.read(column)
 
 
-def check_finite(name: str, rewards: torch.Tensor) -> None:
-    """Raise ValueError if one of the rewards [B], or sums of rewards, is not finite."""
+def check_rewards(name: str, rewards: torch.Tensor) -> None:
+    """Raise ValueError if rewards, or sums of rewards, are not of shape [B], or one is not finite."""
+    if rewards.dim() != 1:
+        raise ValueError(f"expected one number per row in {name}, got shape {tuple(rewards.shape)}")
     if not rewards.isfinite().all():
         row = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"expected finite {name}, got {rewards[row].item()} in row {row}")
+        raise ValueError(
+            f"expected finite {name}, got {rewards[row].item()} in row {row}; drop the rows of failed episodes"
+        )
 
 
 def returns_to_go(batch: DataProto, gamma: float) -> torch.Tensor:

@@ -152,6 +152,14 @@ def test_opd_adds_the_teacher_and_the_task_and_ignores_masked_tokens():
     assert both == pytest.approx([2.0 + 0.5**0.5, 0.0, -4.0 + 0.5**0.5, 1.0 - 0.5**0.5], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gae", "grpo", "remax"])
+def test_rewards_in_a_column_of_a_reward_model_are_refused(name):
+    batch = batch_of([[1, 1], [1]], values=[[0.0, 0.0], [0.0]])
+    batch.batch["rewards"], batch.batch["baseline_rewards"] = torch.ones(2, 1), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"expected one number per row in rewards, got shape \(2, 1\)"):
+        ADV_ESTIMATORS[name](batch)
+
+
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "vapo", "remax"])
 def test_rewards_that_are_not_finite_are_refused(name):
     mask = ragged.ragged(torch.ones(3), [1, 1, 1])

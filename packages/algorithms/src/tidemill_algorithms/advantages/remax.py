@@ -5,7 +5,7 @@ import torch
 from tidemill_dataproto import DataProto, ragged
 
 from tidemill_algorithms.columns import reads
-from tidemill_algorithms.rewards import check_finite, reward_reader
+from tidemill_algorithms.rewards import check_rewards, reward_reader
 from tidemill_algorithms.trained_rows import TrainedRows, discounted_sums
 
 __all__ = ["remax"]
@@ -33,7 +33,7 @@ def remax(batch: DataProto) -> dict[str, torch.Tensor]:
     """
     response_mask, read_rewards = batch["response_mask"], reward_reader(batch)
     baselines = torch.as_tensor(batch["baseline_rewards"]).double()
-    check_finite("baseline_rewards", baselines)
+    check_rewards("baseline_rewards", baselines)
     advantages = np.zeros(len(ragged.values(response_mask)), dtype=np.float32)
     for rows in TrainedRows.of(response_mask):
         returns = discounted_sums(read_rewards(rows), 1.0)
