@@ -70,7 +70,7 @@ class WorkerError(_CallError, RuntimeError):
 class WorkerDiedError(_CallError, RuntimeError):
     """A worker's process exited, was killed (for example out of memory), or its node was lost.
 
-    The group is unusable afterwards.
+    The group refuses calls until its dead ranks are restarted.
 
     Attributes:
         group, rank, method: as in `WorkerError`.
@@ -91,7 +91,7 @@ class WorkerDiedError(_CallError, RuntimeError):
         lines = [
             f"rank {rank} of group {group!r} ({host}) died during {method!r}: {reason}",
             *(f"also: {line}" for line in other_errors),
-            "the group cannot be used any more",
+            "the group refuses calls until its dead ranks are restarted",
         ]
         super().__init__("\n".join(lines))
 
