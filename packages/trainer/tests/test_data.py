@@ -239,7 +239,7 @@ def test_folder_instead_of_a_data_file_is_rejected_as_a_folder(tmp_path, tokeniz
 def test_missing_file_and_empty_list_of_files_are_rejected(tokenizer):
     with pytest.raises(DataError, match=r"data file /.*/nowhere\.jsonl does not exist"):
         load_prompts(["nowhere.jsonl"], tokenizer, DataConfig())
-    with pytest.raises(DataError, match="an empty list of files"):
+    with pytest.raises(DataError, match=r"data\.train_files, which is empty"):
         load_prompts([], tokenizer, DataConfig())
 
 

@@ -83,7 +83,8 @@ def load_prompts(
             columns["response"].append(_response(row, template, where))
     if not prompts:
         reason = f" ({num_skipped} have a prompt longer than {config.max_prompt_length} tokens)" if num_skipped else ""
-        raise DataError(f"expected problems in {', '.join(files) or 'an empty list of files'}, got none{reason}")
+        source = ", ".join(files) or "data.train_files, which is empty"
+        raise DataError(f"expected problems in {source}, got none{reason}")
     return DataProto.from_dict({"prompts": ragged.ragged_from_list(prompts)}, columns), num_skipped
 
 
