@@ -169,7 +169,9 @@ def test_request_that_is_cancelled_while_it_is_sent_is_freed(server):
                 task.cancel()
                 await asyncio.wait({task})
             await wait_for_load(server, (0, 0))
-            generation = await engine.generate(PROMPT, SamplingParams(max_tokens=3), session_id="a")
+            generation = await engine.generate(
+                PROMPT, SamplingParams(max_tokens=3, extra={"ignore_eos": True}), session_id="a"
+            )
             assert len(generation.token_ids) == 3
 
     asyncio.run(run())
