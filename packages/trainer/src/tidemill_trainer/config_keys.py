@@ -10,6 +10,7 @@ from tidemill_engines import FSDP2Config, MegatronConfig
 from tidemill_trainer.algorithm_config import AlgorithmConfig
 from tidemill_trainer.algorithm_options import option_names
 from tidemill_trainer.config import Config
+from tidemill_trainer.sft.config import SFTConfig
 
 BACKENDS: dict[str, type] = {"fsdp2": FSDP2Config, "megatron": MegatronConfig}
 SHORT = {  # Megatron's short names, for the command line
@@ -110,7 +111,9 @@ def advice(root: type, where: tuple[str, ...], key: str, known: list[str]) -> st
     near = difflib.get_close_matches(key, leaves, n=1, cutoff=_CUTOFF)
     if near:
         return f"did you mean {' or '.join(name for name in everywhere if name.rpartition('.')[2] == near[0])}?"
-    return f"known keys: {', '.join(known)}"
+    other, command = (Config, "train") if root is SFTConfig else (SFTConfig, "sft")
+    hint = f"; this one is a key of `tidemill {command}`" if path in {*names_of(other), *paths_of(other)} else ""
+    return f"known keys: {', '.join(known)}{hint}"
 
 
 def paths_of(cls: type, where: tuple[str, ...] = ()) -> Iterator[str]:

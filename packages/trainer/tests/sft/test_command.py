@@ -42,6 +42,11 @@ def failed(chat_assets, tmp_path, capfd, monkeypatch):
         ("dpo.beta=0", "dpo.beta must be > 0, got 0"),
         ("dpo.label_smoothing=0.5", "dpo.label_smoothing must be < 0.5, got 0.5"),
         ("rollout.n=8", "unknown config key rollout; known keys: model, data, engine"),
+        (
+            "data.max_prompt_length=8",
+            "unknown config key data.max_prompt_length; known keys: train_files, val_files, train_batch_size, "
+            "messages_key, max_length, truncation; this one is a key of `tidemill train`",
+        ),
         ("trainer.total_steps=8", "unknown config key trainer.total_steps; did you mean trainer.total_epochs?"),
         ("engine.fsdp_size=4", "engine.fsdp_size = 4 must divide actor.num_workers=2"),
     ],
