@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from tidemill_weight_update import WeightUpdater
@@ -59,14 +58,15 @@ def test_engine_that_starts_loading_just_before_its_timeout_is_paused(monkeypatc
 
 
 class StallingReceiver(Receiver):
-    """Receiver that stalls once, before it starts or at its first bucket."""
+    """Receiver that stalls once until it is excluded, before it starts or at its first bucket."""
 
     stalls = ""
+    is_excluded: threading.Event
 
     def stall(self, where):
         if self.stalls == where:
             self.stalls = ""
-            time.sleep(2.0)
+            assert self.is_excluded.wait(60)
 
     def handle(self, request):
         self.stall("begins")
@@ -85,13 +85,20 @@ class StallingReceiver(Receiver):
 
 
 @pytest.mark.parametrize("where", ["begins", "reads"])
-def test_rank_that_timed_out_does_not_wait_for_released_buckets(where):
+def test_rank_that_timed_out_does_not_wait_for_released_buckets(where, monkeypatch):
     late, good = ToyEngine(1, "late", receiver=StallingReceiver), ToyEngine(1, "good")
     first = WeightUpdater([late, good])  # the engines record their plans
     first.update(tensors(0).items(), 0)
     first.close()
-    updater = WeightUpdater([late, good], bucket_bytes=100, timeout_s=1.0)
+    updater = WeightUpdater([late, good], bucket_bytes=100, timeout_s=3.0)
     late.receivers[0].stalls = where  # type: ignore[attr-defined]
+    is_excluded = late.receivers[0].is_excluded = threading.Event()  # type: ignore[attr-defined]
+
+    def exclude(self, sequence, row, original=Mailbox.exclude):
+        original(self, sequence, row)
+        is_excluded.set()
+
+    monkeypatch.setattr(Mailbox, "exclude", exclude)
     quarantined = updater.update(tensors(1).items(), 1).quarantined
     assert list(quarantined) == ["engine 0 of 2 (late)"]
     assert quarantined["engine 0 of 2 (late)"].startswith(f"rank 0: RuntimeError: {EXCLUDED}")
@@ -103,7 +110,7 @@ def test_rank_that_timed_out_does_not_wait_for_released_buckets(where):
 def test_engine_with_unreadable_state_is_paused(monkeypatch):
     """As over a broken link."""
     silent, good = SilentEngine(1, "silent"), ToyEngine(1, "good")
-    updater = WeightUpdater([silent, good], timeout_s=1.0)
+    updater = WeightUpdater([silent, good], timeout_s=30.0)
 
     def read(self, sequence, row, original=Mailbox.state):
         if row == 0 and threading.current_thread() is not threading.main_thread():
