@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -19,7 +20,14 @@ from tidemill_weight_update.control.board import here, process_state
 from tidemill_weight_update.send.ranks import RankLostError, Ranks
 from toy_engines import ToyEngine, holds, tensors
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
+
+
+def _wait_until_raised(folder: Path, number: int) -> None:
+    """Report that this rank has raised an error, and wait until `number` ranks have. No store may be needed for it."""
+    (folder / f"rank {dist.get_rank()} has raised").touch()
+    while len(list(folder.glob("rank * has raised"))) < number:
+        time.sleep(0.01)
 
 
 def _process_ids() -> list[int]:
@@ -28,7 +36,7 @@ def _process_ids() -> list[int]:
     return pids
 
 
-def _stopped(victim: int) -> tuple[str, bool]:
+def _stopped(victim: int, folder: Path) -> tuple[str, bool]:
     rank = dist.get_rank()
     pids = _process_ids()
     engines = [ToyEngine(2)] if rank == 0 else []
@@ -52,8 +60,8 @@ def _stopped(victim: int) -> tuple[str, bool]:
         updater.update(items, 1)
     except RankLostError as error:
         message = str(error)
-    if rank == (victim + 1) % 3:
-        time.sleep(0.5)  # the third rank has timed out, too
+    if rank != victim:
+        _wait_until_raised(folder, 2)
         os.kill(pids[victim], signal.SIGCONT)
     updater.close()
     dist.barrier()  # the process group of the trainer still works
@@ -64,15 +72,15 @@ def _stopped(victim: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim):
-    for rank, (message, is_updated) in enumerate(run_ranks(_stopped, 3, victim)):
+def test_rank_that_stops_while_it_sends_times_out_on_the_others(victim, tmp_path):
+    for rank, (message, is_updated) in enumerate(run_ranks(_stopped, 3, victim, tmp_path)):
         assert is_updated
         if rank != victim:
             assert "a trainer rank does not respond" in message, (rank, message)
             assert re.search(rf": rank {victim} of 3 \(process \d+ on .*\) is stopped; see", message), (rank, message)
 
 
-def _stopped_early(victim: int, where: str) -> str:
+def _stopped_early(victim: int, where: str, folder: Path) -> str:
     rank = dist.get_rank()
     pids = _process_ids()
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -93,8 +101,8 @@ def _stopped_early(victim: int, where: str) -> str:
         updater.update(items, 1)
     except RankLostError as error:
         message = str(error)
-    if rank == (victim + 1) % 3:
-        time.sleep(1)
+    if rank != victim:
+        _wait_until_raised(folder, 2)
         os.kill(pids[victim], signal.SIGCONT)
     updater.close()
     dist.barrier()
@@ -104,19 +112,23 @@ def _stopped_early(victim: int, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["before", "describes"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_stops_before_anything_is_sent_is_named_by_the_others(victim, where):
-    for rank, message in enumerate(run_ranks(_stopped_early, 3, victim, where)):
+def test_rank_that_stops_before_anything_is_sent_is_named_by_the_others(victim, where, tmp_path):
+    for rank, message in enumerate(run_ranks(_stopped_early, 3, victim, where, tmp_path)):
         if rank != victim:
             assert re.search(rf": rank {victim} of 3 \(process \d+ on .*\) is stopped; see", message), (rank, message)
 
 
-def _late(delays: Sequence[float]) -> str:
+def _late(folder: Path) -> str:
     rank = dist.get_rank()
     ranks = Ranks(None)
     ranks.exchange(None, [rank])
-    time.sleep(delays[rank])
+    if rank == 1:
+        while len(list(folder.glob("rank * has raised"))) < 2:
+            time.sleep(0.01)
+    time.sleep(1.0 * (rank == 2))
     with pytest.raises(RankLostError) as caught:
         ranks.exchange(None, [rank], timeout_s=2)
+    (folder / f"rank {rank} has raised").touch()
     with pytest.raises(RankLostError) as again:  # at once, with the same text
         ranks.exchange(None, [rank])
     assert str(again.value) == str(caught.value)
@@ -124,8 +136,8 @@ def _late(delays: Sequence[float]) -> str:
     return str(caught.value)
 
 
-def test_late_rank_is_named_and_the_exchange_fails_on_all_ranks():
-    first, late, third = run_ranks(_late, 3, (0.0, 4.5, 1.0))
+def test_late_rank_is_named_and_the_exchange_fails_on_all_ranks(tmp_path):
+    first, late, third = run_ranks(_late, 3, tmp_path)
     for message in (first, third):
         assert re.search(r": rank 1 of 3 \(process \d+ on .*\) did not call the method", message), message
     assert ": all ranks had begun, this one perhaps too late; see" in late
@@ -234,22 +246,23 @@ def test_one_rank_may_pass_a_collection_and_another_a_function():
     assert all(run_ranks(_collection_and_function, 2))
 
 
-def _slow_rank() -> list[list[int]]:
+def _slow_rank(folder: Path) -> list[list[int]]:
     rank = dist.get_rank()
     ranks = Ranks(None)
     if rank == 1:
         time.sleep(1)
     rows = ranks.exchange(None, [rank])  # waits as long as the process group does
-    if rank == 1:
-        time.sleep(1)
+    while rank == 1 and not (folder / "rank 0 has raised").exists():
+        time.sleep(0.01)
     with pytest.raises(RankLostError) as caught:
         ranks.exchange(KeyError("t7") if rank == 0 else None, [rank], timeout_s=0.5)
+    (folder / f"rank {rank} has raised").touch()
     assert getattr(caught.value, "__notes__", []) == ["this rank had failed before: KeyError: 't7'"] * (rank == 0)
     return rows
 
 
-def test_exchange_without_timeout_waits_and_with_timeout_raises():
-    assert run_ranks(_slow_rank, 2) == [[[0], [1]]] * 2
+def test_exchange_without_timeout_waits_and_with_timeout_raises(tmp_path):
+    assert run_ranks(_slow_rank, 2, tmp_path) == [[[0], [1]]] * 2
 
 
 def _resources() -> tuple[int, int]:
