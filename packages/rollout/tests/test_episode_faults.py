@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import threading
+import time
 
 import pytest
 from episode_cases import PROBLEM, asks, asks_blocking, run
@@ -18,6 +19,7 @@ from tidemill_rollout import (
     SamplingParams,
     SessionConfig,
     SessionEndedError,
+    run_episode,
 )
 
 
@@ -55,7 +57,15 @@ class MortalEngine:
 @pytest.mark.parametrize("episode", [asks, asks_blocking])
 def test_time_limit_cancels_the_request_to_the_engine(tokenizer, episode):
     engine = WaitingEngine()
-    result = run(Policy(engine, tokenizer), episode, timeout_s=0.05)
+
+    def clock():  # stands still until the engine has the request
+        return time.monotonic() if engine.started.is_set() else 0.0
+
+    async def limited():
+        session = Policy(engine, tokenizer).session()
+        return await run_episode(episode, PROBLEM, session, timeout_s=0.05, clock=clock)
+
+    result = asyncio.run(limited())
     assert (result.outcome.status, result.outcome.reason) == ("truncated", "time: no result within 0.05 s")
     assert (engine.num_cancelled, result.trajectories) == (1, [])
 
