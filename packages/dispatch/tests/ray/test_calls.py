@@ -125,13 +125,15 @@ class EchoWorker(Worker):
         return len(value)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def slow(self, seconds):
-        time.sleep(seconds)
+    def slow(self, until):
+        while not until.exists():
+            time.sleep(0.01)
         return self.rank
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=0.3)
-    def too_slow(self):
-        time.sleep(1 if self.rank == 2 else 0)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
+    def too_slow(self, until):
+        while self.rank == 2 and not until.exists():
+            time.sleep(0.01)
 
     @register(Dispatch.ONE_TO_ALL)
     def unpicklable_result(self):
@@ -303,21 +305,23 @@ def test_small_and_large_arguments_arrive(group, size):
     assert group.store_size(bytearray(size)) == [size] * NUM_RANKS
 
 
-def test_future_can_be_got_again_after_timeout(group):
-    future = group.slow(0.4)
+def test_future_can_be_got_again_after_timeout(group, tmp_path):
+    future = group.slow(tmp_path / "end")
     assert not future.done()
     message = r"'slow' of group 'echo' did not finish within 0.05 s: ranks \[0, 1, 2, 3\]"
     with pytest.raises(CallTimeoutError, match=message):
         future.get(timeout_s=0.05)
+    (tmp_path / "end").touch()
     assert future.get(timeout_s=30) == [0, 1, 2, 3]
     assert future.done()
     assert future.get() == [0, 1, 2, 3]
 
 
-def test_timeout_of_a_method_names_the_ranks_still_running(group):
+def test_timeout_of_a_method_names_the_ranks_still_running(group, tmp_path):
     with pytest.raises(CallTimeoutError) as caught:
-        group.too_slow()
-    assert (caught.value.still_running, caught.value.method, caught.value.timeout_s) == ((2,), "too_slow", 0.3)
+        group.too_slow(tmp_path / "end")
+    (tmp_path / "end").touch()
+    assert (caught.value.still_running, caught.value.method, caught.value.timeout_s) == ((2,), "too_slow", 3.0)
     assert isinstance(caught.value, TimeoutError)
     assert group.describe()[2][0] == 2  # the group is usable
 
