@@ -38,7 +38,7 @@ async def client(url: str) -> AsyncIterator[SGLangServer]:
 
 async def load(url: str) -> tuple[int, int]:
     """Return the number of running and of queued requests."""
-    async with httpx.AsyncClient(headers=HEADERS) as plain:
+    async with httpx.AsyncClient(headers=HEADERS, timeout=120) as plain:
         (loads,) = (await plain.get(f"{url}/v1/loads")).json()["loads"]
     return loads["num_running_reqs"], loads["num_waiting_reqs"]
 
