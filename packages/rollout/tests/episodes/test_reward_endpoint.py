@@ -1,7 +1,6 @@
 """Rewards from an endpoint: real HTTP servers that reply wrongly or not at all, and a real SGLang server."""
 
 import asyncio
-import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,16 +14,11 @@ from starlette.routing import Route
 from tidemill_rollout import Problem
 from tidemill_rollout.episodes import RewardEndpoint, endpoint_turn
 from tidemill_testing import tiny_reward_model
+from tidemill_testing.ports import free_ports
 from tidemill_testing.sglang_server import sglang_server
 from transformers import AutoModelForSequenceClassification
 
 PROBLEM = Problem(prompt=[{"role": "user", "content": "hello"}])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @asynccontextmanager
@@ -35,7 +29,7 @@ async def serve(reply):
         return await reply(await request.json())
 
     app = Starlette(routes=[Route("/classify", classify, methods=["POST"])])
-    port = free_port()
+    (port,) = free_ports(1)
     server = uvicorn.Server(uvicorn.Config(app, port=port, lifespan="off", log_level="warning"))
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -110,7 +104,7 @@ def test_slow_server_is_an_environment_error_with_the_limit(scripted):
 
 
 def test_unreachable_server_is_an_environment_error(scripted):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     result = asyncio.run(scripted("x<|im_end|>").run(endpoint_turn(RewardEndpoint(url)), PROBLEM))
     assert result.outcome.status == "environment_error"
     assert f"RewardEndpointError: the request to {url}/classify failed: ConnectError" in result.outcome.reason
