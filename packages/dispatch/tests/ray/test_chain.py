@@ -146,10 +146,17 @@ class StageWorker(Worker):
         return batch
 
     @over(2)
-    def one_rank_raises(self, batch, rank, wait=0.0):
+    def wait_for(self, batch, file):
+        while not file.exists():
+            time.sleep(0.01)
+        return batch
+
+    @over(2)
+    def one_rank_raises(self, batch, rank, until=None):
         if self.rank == rank:
             raise KeyError(f"rank {rank}")
-        time.sleep(wait)
+        while until is not None and not until.exists():
+            time.sleep(0.01)
         return batch
 
     @over(2)
@@ -285,15 +292,16 @@ def test_finished_upstream_calls_are_released(groups):
     assert before() is None
 
 
-def test_timeout_of_a_chained_call_starts_at_the_end_of_its_upstream_call(groups):
+def test_timeout_of_a_chained_call_starts_at_the_end_of_its_upstream_call(groups, tmp_path):
     first, second = groups
     last = second.hurried(first.slow(ListBatch([1, 2]), 2.5))
     assert last.call.timeout_s < 2.5
     assert not last.done()  # the driver did not wait
     assert last.get().items == [1, 2]
-    late = second.pass2(first.slow(ListBatch([1, 2]), 1.0))
-    with pytest.raises(CallTimeoutError, match=r"'slow' of group 'first' .* ranks \[0, 1, 2, 3\] are still running"):
+    late = second.pass2(first.wait_for(ListBatch([1, 2]), tmp_path / "end"))
+    with pytest.raises(CallTimeoutError, match=r"'wait_for' of group 'first' .* \[0, 1, 2, 3\] are still running"):
         late.get(timeout_s=0.1)
+    (tmp_path / "end").touch()
     assert late.get().items == [1, 2]
 
 
@@ -309,11 +317,12 @@ def test_error_of_upstream_call_is_raised_and_later_calls_do_not_run(groups, ran
     assert second.pass2(ListBatch([1])).get().items == [1]
 
 
-def test_error_of_upstream_call_is_raised_while_its_other_ranks_run(groups):
+def test_error_of_upstream_call_is_raised_while_its_other_ranks_run(groups, tmp_path):
     first, second = groups
-    future = second.pass2(first.one_rank_raises(ListBatch([1, 2]), 1, 2.5))
+    future = second.pass2(first.one_rank_raises(ListBatch([1, 2]), 1, tmp_path / "end"))
     with pytest.raises(WorkerError, match="KeyError on rank 1 of group 'first'") as caught:
         future.get()
+    (tmp_path / "end").touch()
     assert caught.value.still_running == (0, 2, 3)
 
 

@@ -54,6 +54,9 @@ class FailingWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def both_raise(self):
+        import torch.distributed as dist
+
+        dist.barrier()  # a call may reach one rank later than the other
         time.sleep(0.0 if self.rank == 1 else 0.3)
         raise RuntimeError(f"rank {self.rank}")
 
