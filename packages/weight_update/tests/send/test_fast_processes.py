@@ -101,8 +101,8 @@ def test_killed_rank_is_reported_by_the_other_ranks(start_engine):
 
 
 def test_stopped_engine_is_quarantined_and_updated_after_it_continues(start_engine):
-    bad, good = start_engine(1, "bad", timeout_s=5.0), start_engine(1, "good")
-    updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=1.5)
+    bad, good = start_engine(1, "bad", timeout_s=10.0), start_engine(1, "good")
+    updater = WeightUpdater([bad, good], bucket_bytes=100, timeout_s=4.0)
     updater.update(tensors(0).items(), "first")
     pid = bad.processes[0].pid
     stats = updater.update(WithEvent(tensors(1).items(), 8, lambda: os.kill(pid, signal.SIGSTOP)), 1)
