@@ -1,13 +1,13 @@
 """Engines of one process share the default group that the first one creates, in any order of closing."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from engine_cases import VOCAB, build_engine, make_batch, shard
 from tidemill_testing import run_ranks, tiny_model
+from tidemill_testing.ports import free_ports
 
 
 def listening_addresses(port):
@@ -41,9 +41,6 @@ def run_engines(path, port, backend):
 @pytest.mark.parametrize("backend", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_last_engine_destroys_default_group_and_new_engines_work(tmp_path, backend):
     path = tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for results in run_ranks(run_engines, 2, path, port, backend):
+    for results in run_ranks(run_engines, 2, path, *free_ports(1), backend):
         for of_policy, of_reference in results:
             assert (of_policy - of_reference).abs().max() < 1e-5

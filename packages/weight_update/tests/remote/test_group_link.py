@@ -1,7 +1,6 @@
 """Engines in other processes that are reached over a link only: their parameters after updates."""
 
 import random
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from remote_engines import NamespacedRankProcess, RankProcess, RemoteEngine, listening, resources, settled, steady
 from sources import WithEvent, fail
 from tidemill_testing import run_ranks
+from tidemill_testing.ports import free_ports
 from tidemill_weight_update import GroupLink, WeightUpdater
 from tidemill_weight_update.remote.group_link import LinkStore
 from toy_engines import ToyEngine, freshly_loaded, same, tensors
@@ -260,9 +260,7 @@ def _shuffled(engine: list[str], port: int, shuffles: int) -> tuple[list[bool], 
 
 @pytest.mark.parametrize("shuffles", [0, 1])
 def test_messages_of_reordered_tensors_are_dropped(remote, shuffles):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for correct, kept in run_ranks(_shuffled, 2, remote[:1], port, shuffles):
+    for correct, kept in run_ranks(_shuffled, 2, remote[:1], *free_ports(1), shuffles):
         assert all(correct)
         assert max(kept) < 8
 
