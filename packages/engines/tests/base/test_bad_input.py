@@ -235,7 +235,7 @@ def test_engine_is_usable_after_nonfinite_gradient_or_invalid_loss(tmp_path):
 
 
 def run_late_peer(path, batch):
-    engine = build_engine(path, timeout_s=2.0)
+    engine = build_engine(path, timeout_s=8.0)
     store = dist.distributed_c10d._get_default_store()
     if engine.get_data_parallel_rank() == 1:
         store.wait(["rank 0 has failed"], timedelta(seconds=100))
