@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from tidemill_testing import tiny_model
+from tidemill_testing.ports import free_ports
 
 pytestmark = pytest.mark.sglang
 
@@ -105,10 +106,9 @@ def test_update_from_flattened_bucket(engine, new_weights, check):
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_update_from_distributed_over_gloo(engine, new_weights, check, load_format):
     from sglang.srt.utils import init_custom_process_group
-    from sglang.srt.utils.network import get_free_port
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    tensors, port = named(new_weights), get_free_port()
+    tensors, (port,) = named(new_weights), free_ports(1)
 
     def send():
         group = init_custom_process_group(

@@ -52,7 +52,7 @@ def test_stopped_engine_is_quarantined_and_updated_alone_later(engine, tmp_path)
         for seed in range(3)
     ]
     stopped, other = (
-        LocalEngine(engine, timeout_s=4.0),
+        LocalEngine(engine, timeout_s=12.0),
         ToyEngine(1, "other", lambda rank, size: MirrorModel(checkpoints[0])),
     )
     patient = WeightUpdater([stopped, other], bucket_bytes=1 << 16)
@@ -61,7 +61,7 @@ def test_stopped_engine_is_quarantined_and_updated_alone_later(engine, tmp_path)
         assert patient.update(checkpoint.items(), version).quarantined == {}
         answers.append(generate(engine)[0])
     patient.close()
-    updater = WeightUpdater([stopped, other], bucket_bytes=1 << 16, timeout_s=1.5)
+    updater = WeightUpdater([stopped, other], bucket_bytes=1 << 16, timeout_s=5.0)
     pid = scheduler()
 
     try:
