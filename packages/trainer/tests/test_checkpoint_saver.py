@@ -39,9 +39,14 @@ def checkpoints(tmp_path):
 
 
 @pytest.fixture
-def saver(checkpoints, workers):
+def reports():
+    return []
+
+
+@pytest.fixture
+def saver(checkpoints, workers, reports):
     waits = Waits({"save_checkpoint": Wait(name="the checkpoint", on="the workers")})
-    return CheckpointSaver(checkpoints, workers.is_written, waits)
+    return CheckpointSaver(checkpoints, workers.is_written, waits, reports.append)
 
 
 def write(folder):
@@ -77,8 +82,12 @@ def test_failed_write_keeps_the_previous_checkpoint(saver, workers, checkpoints,
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
+def _timeout():
+    return CallTimeoutError(group="actor", method="finish_checkpoint", timeout_s=1.0, still_running=(0,))
+
+
 def test_workers_that_do_not_answer_are_waited_for_once(saver, workers):
-    workers.error = CallTimeoutError(group="actor", method="finish_checkpoint", timeout_s=1.0, still_running=(0,))
+    workers.error = _timeout()
     saver.save(1, write)
     with pytest.raises(CallTimeoutError), saver:
         saver.commit(waits=True)
@@ -106,13 +115,63 @@ def _worker_error(**more):
         (_worker_error(), [1]),
         (_worker_error(still_running=(1,)), []),
         (StallError("no progress"), []),
-        (KeyboardInterrupt(), []),
+        (KeyboardInterrupt(), [1]),
     ],
 )
 def test_end_of_the_run_waits_unless_workers_may_never_answer(saver, workers, checkpoints, error, steps):
     with nullcontext() if error is None else pytest.raises(type(error)), saver:
         saver.save(1, write)
+        saver.commit()
         if error is not None:
             raise error
     assert checkpoints.steps() == steps
     assert workers.num_waits == len(steps)
+
+
+def test_ctrl_c_waits_for_the_checkpoint_that_is_being_written(saver, checkpoints, reports):
+    saver.save(1, write)
+    saver.commit()
+    with pytest.raises(KeyboardInterrupt), saver:
+        raise KeyboardInterrupt
+    assert checkpoints.steps() == [1]
+    assert reports == ["waiting for the checkpoint of step 1; Ctrl-C again to stop without it"]
+
+
+def test_ctrl_c_while_a_checkpoint_is_waited_for_waits_once_more(saver, workers, checkpoints):
+    saver.save(1, write)
+    workers.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(2, write)
+    workers.error = None
+    with pytest.raises(KeyboardInterrupt), saver:
+        raise KeyboardInterrupt
+    assert checkpoints.steps() == [1]
+
+
+def test_second_ctrl_c_stops_without_the_checkpoint(saver, workers, checkpoints):
+    saver.save(1, write)
+    saver.commit()
+    workers.error = KeyboardInterrupt("the second one")
+    with pytest.raises(KeyboardInterrupt, match="the second one"), saver:
+        raise KeyboardInterrupt
+    assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), _timeout()])
+def test_checkpoint_that_fails_after_ctrl_c_is_reported(saver, workers, checkpoints, reports, error):
+    saver.save(1, write)
+    saver.commit()
+    workers.error = error
+    with pytest.raises(KeyboardInterrupt), saver:
+        raise KeyboardInterrupt
+    assert checkpoints.steps() == []
+    assert reports[1].startswith("the checkpoint of step 1 is not complete: ")
+    assert str(error) in reports[1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the driver")])
+def test_checkpoint_of_a_step_without_metrics_does_not_count(saver, checkpoints, error):
+    saver.save(1, write)
+    with pytest.raises(type(error)), saver:
+        raise error
+    assert checkpoints.steps() == []

@@ -76,7 +76,7 @@ class Trainer:
         self._run = run
         self._record = BatchRecord(run.batches)
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
-        self._saver = CheckpointSaver(self._checkpoints, self._learner.finish_checkpoint, self._waits)
+        self._saver = CheckpointSaver(self._checkpoints, self._learner.finish_checkpoint, self._waits, progress.warn)
         self._episodes.meanwhile = self._saver.commit
         self._progress = progress
         self._has_reward_model = config.reward_model.path is not None

@@ -56,7 +56,7 @@ class SFTTrainer:
             self._val = None if inputs.val is None else self._objective.prepare(inputs.val)
         self._run = run
         self._checkpoints = Checkpoints(run.checkpoints, config.trainer.max_ckpt_to_keep)
-        self._saver = CheckpointSaver(self._checkpoints, self._is_written, self._waits)
+        self._saver = CheckpointSaver(self._checkpoints, self._is_written, self._waits, progress.warn)
         self._progress = progress
 
     def fit(self) -> SFTResult:
