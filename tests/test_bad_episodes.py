@@ -87,7 +87,7 @@ def test_bad_episodes_affect_no_other(cluster, make_config, tmp_path):
     assert reasons["raises"] == "KeyError: 'seven' (in env.py:28)"
     assert reasons["exits"].startswith("SystemExit")
     assert reasons["nan"].startswith("ValueError: expected a finite float32")
-    assert reasons["none"].startswith("TypeError: an episode must return a number")
+    assert reasons["none"].startswith("TypeError: an episode or a reward function must return a number")
     assert episodes.rows is not None
     assert sorted(set(episodes.rows["episode"].tolist())) == [0, 7]
     first, second = episodes.rows["responses"].unbind()

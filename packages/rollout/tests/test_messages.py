@@ -28,6 +28,12 @@ def reply(*calls, **fields):
             r"messages\[1\]: expected an object with a role of system, .*, got 'hello'; convert .*model_dump",
         ),
         ([{"role": "function", "content": ""}], r"messages\[0\]: expected an object with a role"),
+        ([{"from": "human", "value": "a"}], r"expected an object with a role .*; rename its keys and its role, as in "),
+        (
+            [{"role": "user", "value": "a"}],
+            r"messages\[0\]: expected `content` in a message of the role user, got {'role",
+        ),
+        ([USER, reply(), {"role": "tool", "content": None}], r"messages\[2\]: expected `content` .* of the role tool"),
         ([{"role": "user", "content": 5}], r"messages\[0\]: only text content is supported, got 5"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
@@ -47,7 +53,7 @@ def test_empty_fields_are_removed_and_text_parts_joined():
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     given = {"role": "user", "content": parts, "refusal": None, "annotations": [], "name": "ann"}
     assert check_messages([given]) == [{"role": "user", "content": "hello", "name": "ann"}]
-    assert check_messages([{"role": "user"}]) == [{"role": "user", "content": ""}]
+    assert check_messages([{"role": "assistant"}, USER])[0] == {"role": "assistant", "content": ""}
 
 
 def test_later_changes_of_the_caller_do_not_change_the_messages():

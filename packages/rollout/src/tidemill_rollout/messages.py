@@ -17,8 +17,8 @@ def check_messages(messages: Any) -> list[Message]:
     """Return copies of `messages` with text parts joined and empty fields removed.
 
     Raises:
-        ValueError: `messages` is no list of messages with a known role and text content, it is empty, or it ends with
-            an assistant message.
+        ValueError: `messages` is no list of messages with a known role and text content, which only replies of the
+            assistant may lack; it is empty; or it ends with an assistant message.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"messages must be a non-empty list, got {short(messages)}")
@@ -34,9 +34,16 @@ def check_messages(messages: Any) -> list[Message]:
 def clean_message(message: Any, number: int = 0) -> Message:
     """Return a copy of a message with text parts joined and empty fields removed; see `check_messages`."""
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        remedy = "convert messages of a client library to dicts, such as with model_dump()"
+        if isinstance(message, Mapping):
+            remedy = 'rename its keys and its role, as in {"role": "user", "content": "..."}'
         raise ValueError(
-            f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {short(message)}; "
-            "convert messages of a client library to dicts, such as with model_dump()"
+            f"messages[{number}]: expected an object with a role of {', '.join(_ROLES)}, got {short(message)}; {remedy}"
+        )
+    if message["role"] != "assistant" and message.get("content") is None:
+        raise ValueError(
+            f"messages[{number}]: expected `content` in a message of the role {message['role']}, got "
+            f"{short(dict(message))}"
         )
     cleaned = {name: value for name, value in message.items() if value is not None and value != []}
     cleaned["content"] = _text(message.get("content"), number)

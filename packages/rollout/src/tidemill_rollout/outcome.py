@@ -79,15 +79,20 @@ def to_outcome(result: Any) -> Outcome:
         return Outcome(reward=_number(result))
     name = next((name for name in ("score", "reward") if name in result), None)
     if name is None:
-        raise ValueError(f'a dict that an episode returns requires the key "score", got {short(result)}')
+        raise ValueError(
+            f'a dict that an episode or a reward function returns requires the key "score", got {short(result)}'
+        )
     numbers = {key: _number_or_none(value) for key, value in result.items() if key != name}
     metrics = {key: number for key, number in numbers.items() if number is not None}
     if "acc" in result:
-        metrics["acc"] = _number(result["acc"], '"acc" of a dict that an episode returns must be a number')
+        metrics["acc"] = _number(result["acc"], 'the "acc" of an episode or a reward function must be a number')
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
-def _number(value: Any, rule: str = 'an episode must return a number, a dict with "score" or an Outcome') -> float:
+_RULE = 'an episode or a reward function must return a number, a dict with "score" or an Outcome'
+
+
+def _number(value: Any, rule: str = _RULE) -> float:
     number = _number_or_none(value)
     if number is None:
         raise TypeError(f"{rule}, got {short(value)}")
