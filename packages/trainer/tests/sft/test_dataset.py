@@ -132,6 +132,16 @@ def test_pairs_are_two_rows_and_common_messages_are_their_prompt(write):
     assert trained_texts(tokenizer, batch) == expected
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["rendered", "marked"])
+def test_messages_after_the_last_reply_are_left_out(write, template):
+    tokenizer = tokenizer_with(template)
+    messages, more = [user("a"), reply("b"), user("c"), reply("d")], [user("e"), user("f")]
+    short, _ = load(write, tokenizer, [{"messages": messages}])
+    long, _ = load(write, tokenizer, [{"messages": [*messages, *more]}])
+    assert ragged.values(long["input_ids"]).tolist() == ragged.values(short["input_ids"]).tolist()
+    assert ragged.values(long["response_mask"]).tolist() == ragged.values(short["response_mask"]).tolist()
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -140,7 +150,19 @@ def test_pairs_are_two_rows_and_common_messages_are_their_prompt(write):
         ({"messages": [user("a")]}, "at least one message with the role assistant, got the roles user"),
         ({"messages": [{"role": "judge", "content": "a"}]}, r"messages\[0\]: expected an object with a role of system"),
         ({"messages": [user("a"), reply(" ")]}, r"messages\[1\]: expected an assistant message with content"),
-        ({"messages": [user("a"), reply("b"), user("c")]}, "must start and end with a reply"),
+        ({"prompt": [user("a")], "response": [user("c"), reply("b")]}, "must start and end with a reply"),
+        (
+            {"messages": '[{"role": "user"}]'},
+            r"list of messages, got '\[\{\"role\": .*; if the text is JSON, store the list",
+        ),
+        (
+            {"messages": None, "prompt": "a"},
+            r"or the columns 'prompt' and 'response', got 'messages' \(null\), 'prompt'",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "value": "b"}]},
+            r"\[1\]: expected an assistant message with content .* with the keys role, value, content; write its text",
+        ),
         (
             {"messages": [reply("b"), user("a"), reply("b")]},
             "expected another message before the first reply",

@@ -43,7 +43,7 @@ class Encoder:
         if row.get("prompt") is None or row.get("response") is None:
             raise ValueError(
                 f"expected the column {self._config.messages_key!r} (data.messages_key), or the columns 'prompt' and "
-                f"'response', got {', '.join(map(repr, row)) or 'no column'}"
+                f"'response', got {_columns(row)}"
             )
         return [self._fitted(self._of_response(row, row["response"]))]
 
@@ -55,8 +55,8 @@ class Encoder:
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if chosen is None or rejected is None:
             raise ValueError(
-                f"DPO expects the columns 'chosen' and 'rejected', got {', '.join(map(repr, row)) or 'no column'}; add "
-                "them, or remove the section dpo"
+                f"DPO expects the columns 'chosen' and 'rejected', got {_columns(row)}; add them, or remove the "
+                "section dpo"
             )
         if chosen == rejected:
             raise ValueError("expected two different responses, but chosen and rejected are equal; remove the row")
@@ -87,7 +87,7 @@ class Encoder:
         ]
 
     def _of_messages(self, messages: Any, tools: Any) -> Example:
-        cleaned = _checked_messages(messages)
+        cleaned = _until_last_reply(_checked_messages(messages))
         replies = [number for number, message in enumerate(cleaned) if message["role"] == "assistant"]
         if not replies:
             roles = ", ".join(message["role"] for message in cleaned)
@@ -118,6 +118,7 @@ class Encoder:
 
     def _of_reply(self, prompt: Sequence[Message], response: Sequence[Message], tools: Any) -> Example:
         self._check_template()
+        response = _until_last_reply(response)
         _check_replies(response, len(prompt))
         return Example.of_trajectory(demonstration(self._template, prompt, response, _checked_tools(tools)))
 
@@ -176,10 +177,23 @@ def load_examples(files: Sequence[str], encode: Callable[[Mapping[str, Any]], li
     return to_batch(examples)
 
 
+def _columns(row: Mapping[str, Any]) -> str:
+    """Return the names of the columns of a row."""
+    names = [f"{name!r}{' (null)' if value is None else ''}" for name, value in row.items()]
+    return ", ".join(names) or "no column"
+
+
 def _checked_messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"expected a non-empty list of messages, got {str(messages)[:80]}")
+        remedy = "; if the text is JSON, store the list itself" if isinstance(messages, str) else ""
+        raise ValueError(f"expected a non-empty list of messages, got {repr(messages)[:80]}{remedy}")
     return [clean_message(message, number) for number, message in enumerate(messages)]
+
+
+def _until_last_reply(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages up to the last reply, if there is one. Those after it would not be trained on."""
+    replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: replies[-1] + 1] if replies else messages
 
 
 def _check_replies(messages: Sequence[Message], first: int = 0) -> None:
@@ -192,8 +206,8 @@ def _check_replies(messages: Sequence[Message], first: int = 0) -> None:
         content = (message["content"], message.get("reasoning_content") or "")
         if message["role"] == "assistant" and not any(map(str.strip, content)) and not message.get("tool_calls"):
             raise ValueError(
-                f"messages[{number}]: expected an assistant message with content or tool calls, got an empty one; "
-                "remove the row"
+                f"messages[{number}]: expected an assistant message with content or tool calls, got an empty one with "
+                f"the keys {', '.join(message)}; write its text to `content`, or remove the row"
             )
 
 
