@@ -364,6 +364,19 @@ def test_step_with_a_single_sound_episode_is_trained_on(train_in, warmed_up, mak
     write_report(run)
 
 
+def test_resume_of_a_complete_run_says_why_it_trains_nothing(train_in, eight_steps, tmp_path, quiet, monkeypatch):
+    shutil.copytree(eight_steps[0].path, tmp_path, dirs_exist_ok=True)
+    accurate = eight_steps[0].metrics.read_text().replace('"val/accuracy": 0.0', '"val/accuracy": 0.5')
+    (tmp_path / "metrics.jsonl").write_text(accurate)
+    shown: list[str] = []
+    monkeypatch.setattr(quiet, "warn", shown.append)
+    for settings in ([], ["trainer.total_steps=9", "trainer.stop_at_accuracy=0.4"]):
+        assert train_in(tmp_path, *settings)[1].steps == 8
+    reasons = [text for text in shown if text.startswith("nothing to train: ")]
+    assert "total_steps=8 is reached" in reasons[0]
+    assert "stop_at_accuracy=0.4; raise it" in reasons[1]
+
+
 class _Crash(Progress):
     """Stop the run when it reports the failed rewards of a step, before it writes the metrics of that step."""
 
@@ -372,13 +385,8 @@ class _Crash(Progress):
 
 
 def test_crash_between_checkpoint_and_metrics_loses_no_row(train_in, warmed_up, make_config, quiet):
-    overrides = [
-        _broken(make_config),
-        "episode.max_error_share=0.5",
-        "trainer.save_freq=1",
-        "trainer.test_freq=0",
-        "trainer.total_steps=2",
-    ]
+    overrides = [_broken(make_config), "episode.max_error_share=0.5", "trainer.save_freq=1"]
+    overrides += ["trainer.test_freq=0", "trainer.total_steps=2"]
     with pytest.raises(KeyboardInterrupt):
         train_in(warmed_up, *overrides, progress=_Crash(quiet.console))
     run, _ = train_in(warmed_up, *overrides)

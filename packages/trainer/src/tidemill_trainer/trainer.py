@@ -140,6 +140,7 @@ class Trainer:
             self._rollouts.resume(step, path)
             self._read_accuracy()
             self._progress.info(f"continuing after step {step} from {path}")
+            self._warn_if_complete(step)
             return step
         self._run.begin(self._progress.warn)
         self._record.remove_after(-1)
@@ -214,6 +215,17 @@ class Trainer:
         records = shown_records(trained.episodes, trained.batch, self._tokenizer)
         self._run.append_rollouts([{"step": step, **record} for record in records])
         self._progress.step("rl", metrics | {"step": step}, metrics.get("val/accuracy"))
+
+    def _warn_if_complete(self, step: int) -> None:
+        """Warn if there is nothing to train after `step`, and say why."""
+        config = self._config.trainer
+        if step >= config.total_steps:
+            self._progress.warn(f"nothing to train: trainer.total_steps={config.total_steps} is reached; raise it")
+        elif self._reached(config.stop_at_accuracy):
+            self._progress.warn(
+                f"nothing to train: the held-out accuracy {self._accuracy:.3f} has reached "
+                f"trainer.stop_at_accuracy={config.stop_at_accuracy}; raise it, or leave it out"
+            )
 
     def _read_accuracy(self) -> None:
         """Read the accuracies of a resumed run from its metrics."""
