@@ -102,6 +102,21 @@ def test_resume_rejects_another_experiment_and_allows_more_steps(tmp_path):
     assert load_config(run.config).trainer.total_steps == 999
 
 
+def test_resume_of_a_run_of_another_command_names_its_configuration_and_the_command(tmp_path):
+    _begin(_open(_config(tmp_path, "trainer.name=a"), "x", resume=False))
+    fine_tuning = read_config(SFTConfig, DEMO_CONFIGS["sft"], [f"trainer.run_dir={tmp_path}", "trainer.name=a"])
+    message = r"cannot resume .*/a: .*/a/config\.toml: unknown config key .*; this one is a key of `tidemill train`"
+    with pytest.raises(ConfigError, match=message):
+        _open(fine_tuning, "x", resume=True)
+
+
+def test_damaged_line_of_metrics_is_named(tmp_path):
+    run = _open(_config(tmp_path, "trainer.name=a"), "x", resume=False)
+    run.metrics.write_text('{"step": 1}\n{"step" 2}\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"/metrics\.jsonl, line 2: expected JSON: .*; remove the line"):
+        run.remove_after(3)
+
+
 def test_resume_allows_more_epochs_and_rejects_fewer(tmp_path):
     def config(total_epochs):
         overrides = [f"trainer.run_dir={tmp_path}", "trainer.name=a", f"trainer.total_epochs={total_epochs}"]

@@ -196,7 +196,10 @@ def open_run(config: RunConfig, stem: str, *, resume: bool) -> Iterator[RunDir]:
                 raise ConfigError(
                     f"the run {run.path} exists already; continue it with --resume, or choose another trainer.name"
                 )
-            old = read_config(type(config), run.config)
+            try:
+                old = read_config(type(config), run.config)
+            except ConfigError as error:
+                raise ConfigError(f"cannot resume {run.path}: {run.config}: {error}") from error
             check_same(config, old, run, "resume")
             if run.newest_checkpoint() is None and old.trainer.save_freq < 0:  # it may be complete
                 raise ConfigError(
@@ -346,13 +349,22 @@ def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of JSON; none if it does not exist."""
+    """Yield the lines of a file of JSON; none if it does not exist.
+
+    Raises:
+        ConfigError: a line is not JSON.
+    """
     if not file.is_file():
         return
     with file.open() as lines:
-        for line in lines:
-            if line.endswith("\n"):  # a killed run may leave an incomplete line
-                yield json.loads(line)
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):  # a killed run may leave an incomplete line
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{file}, line {number}: expected JSON: {error}; remove the line") from error
+            yield row
 
 
 def _hash(batch: DataProto) -> str:
