@@ -153,6 +153,12 @@ def test_overlong_prompts_are_rejected_or_skipped(tmp_path, tokenizer):
         ("a.jsonl", "[1]\n", r"a\.jsonl, row 1: expected a JSON object, got \[1\]"),
         ("a.jsonl", "{}\n", r"a\.jsonl, row 1: expected `prompt` as a string"),
         ("a.jsonl", '{"question": "?"}\n', r"list of messages, got no such key among \['question'\]"),
+        (
+            "a.jsonl",
+            '{"prompt": " [{\\"role\\": 1}]"}\n',
+            r"got messages that are written as a text, ' \[{.*store the list",
+        ),
+        ("a.jsonl", """{"prompt": "[{'content': 'a'}]"}\n""", "got messages that are written as a text"),
         ("a.jsonl", '{"prompt": ""}\n', r"a\.jsonl, row 1: expected a `prompt` with at least one token, got ''"),
         ("a.csv", "x\n", r"expected a file name that ends in \.jsonl or \.parquet, got 'a\.csv'"),
         ("a.jsonl", "", r"expected problems in .*a\.jsonl, got none"),
@@ -239,6 +245,8 @@ def test_folder_instead_of_a_data_file_is_rejected_as_a_folder(tmp_path, tokeniz
 def test_missing_file_and_empty_list_of_files_are_rejected(tokenizer):
     with pytest.raises(DataError, match=r"data file /.*/nowhere\.jsonl does not exist"):
         load_prompts(["nowhere.jsonl"], tokenizer, DataConfig())
+    with pytest.raises(DataError, match=r"/\*\.jsonl does not exist; .*; patterns are not expanded, list the files"):
+        load_prompts(["*.jsonl"], tokenizer, DataConfig())
     with pytest.raises(DataError, match=r"data\.train_files, which is empty"):
         load_prompts([], tokenizer, DataConfig())
 

@@ -1,6 +1,7 @@
 """Problems: read from files, tokenized once, and drawn in an order that depends only on the seed and the step."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -192,7 +193,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             "data.train_files or data.val_files"
         )
     if not path.is_file():
-        raise DataError(f"data file {path.absolute()} does not exist; check data.train_files and data.val_files")
+        hint = "; patterns are not expanded, list the files" if set(path.name) & set("*?[") else ""
+        raise DataError(f"data file {path.absolute()} does not exist; check data.train_files and data.val_files{hint}")
     if path.suffix == ".parquet":
         try:
             for batch in DataProto.iter_parquet(path, as_objects=True):
@@ -266,6 +268,9 @@ def _check_surrogates(row: dict[str, Any]) -> None:
             ) from error
 
 
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # as JSON, or as Python shows it
+
+
 def encode_prompt(row: Mapping[str, Any], template: ChatTemplate) -> list[int]:
     """Return the tokens of the `prompt` of a row: a text, or messages with the start of a reply, as of an episode.
 
@@ -274,6 +279,11 @@ def encode_prompt(row: Mapping[str, Any], template: ChatTemplate) -> list[int]:
     """
     prompt = row.get("prompt")
     if isinstance(prompt, str):
+        if _MESSAGES_AS_TEXT.match(prompt):
+            raise ValueError(
+                f"expected `prompt` as a list of messages or as a text, got messages that are written as a text, "
+                f"{prompt[:60]!r}; store the list itself"
+            )
         ids = template.encode(prompt)
     elif isinstance(prompt, list):
         if template.source is None:
