@@ -68,7 +68,7 @@ def build_adamw(named_params: Iterable[tuple[str, torch.nn.Parameter]], config: 
     """
     trainable = [(name, param) for name, param in named_params if param.requires_grad]
     if not trainable:
-        raise ValueError("no parameter of the model is trainable; create the engine with optimizer=None instead")
+        raise ValueError("no parameter of the model is trainable; correct ModelConfig.frozen, or pass optimizer=None")
     groups = group_params(trainable, config)
     optimizer = _ShardAdamW(
         groups, lr=learning_rate(config, 0), betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
