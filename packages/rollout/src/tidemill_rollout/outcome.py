@@ -85,7 +85,8 @@ def to_outcome(result: Any) -> Outcome:
     numbers = {key: _number_or_none(value) for key, value in result.items() if key != name}
     metrics = {key: number for key, number in numbers.items() if number is not None}
     if "acc" in result:
-        metrics["acc"] = _number(result["acc"], 'the "acc" of an episode or a reward function must be a number')
+        rule = '"acc" of a dict that an episode or a reward function returns must be a number'
+        metrics["acc"] = _number(result["acc"], rule)
     return Outcome(reward=_number(result[name]), metrics=metrics)
 
 
