@@ -11,6 +11,7 @@ from tidemill_rollout.errors import short
 Status = Literal["ok", "truncated", "model_error", "environment_error"]
 _MAX = 3.4028234663852886e38
 """The largest float32; rewards and metrics are float32 in training."""
+_RULE = 'an episode or a reward function must return a number, a dict with "score" or an Outcome'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +89,6 @@ def to_outcome(result: Any) -> Outcome:
         rule = '"acc" of a dict that an episode or a reward function returns must be a number'
         metrics["acc"] = _number(result["acc"], rule)
     return Outcome(reward=_number(result[name]), metrics=metrics)
-
-
-_RULE = 'an episode or a reward function must return a number, a dict with "score" or an Outcome'
 
 
 def _number(value: Any, rule: str = _RULE) -> float:

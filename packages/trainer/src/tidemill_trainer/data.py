@@ -19,6 +19,7 @@ from tidemill_trainer.sft.example import Example, end_of_reply, to_batch
 
 _PROBLEM_COLUMNS = ("prompt", "data_source", "ground_truth", "extra_info", "tools")
 """Object columns of a batch of `load_prompts` that are attributes of a `Problem`."""
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # as JSON, or as Python shows it
 
 
 class DataError(ValueError):
@@ -266,9 +267,6 @@ def _check_surrogates(row: dict[str, Any]) -> None:
                 f"column {name!r} has half of a surrogate pair, {error.object[error.start]!r}, which UTF-8 cannot "
                 "represent; correct the text, or remove the row"
             ) from error
-
-
-_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # as JSON, or as Python shows it
 
 
 def encode_prompt(row: Mapping[str, Any], template: ChatTemplate) -> list[int]:

@@ -87,13 +87,14 @@ class Encoder:
         ]
 
     def _of_messages(self, messages: Any, tools: Any) -> Example:
-        cleaned = _until_last_reply(_checked_messages(messages))
+        cleaned = _checked_messages(messages)
         replies = [number for number, message in enumerate(cleaned) if message["role"] == "assistant"]
         if not replies:
             roles = ", ".join(message["role"] for message in cleaned)
             raise ValueError(f"expected at least one message with the role assistant, got the roles {roles}")
         self._check_template()
         if self._template.marks_replies:
+            cleaned = _until_last_reply(cleaned)
             _check_replies(cleaned)
             return Example.of_mask(*self._template.encode_marked(cleaned, _checked_tools(tools)))
         if replies[0] == 0:
